@@ -46,8 +46,9 @@ class _SequenceRecord(Struct):
 
     def completion(self, params: SamplingParams, delta: bool, index: int) -> CompletionOutput:
         """What to hand out: everything so far, or what is new since the last call."""
-        start = self.num_sent if delta else 0
-        self.num_sent, reason = len(self.token_ids), self.finish_reason
+        start, reason = 0, self.finish_reason
+        if delta:
+            start, self.num_sent = self.num_sent, len(self.token_ids)
         text = "" if self.detokenizer is None else self.detokenizer.get_next_output_text(reason is not None, delta)
         logprobs = None if params.logprobs is None else self.logprobs[start:]
         total = self.cumulative_logprob if params.logprobs is not None or params.use_beam_search else None
@@ -78,6 +79,7 @@ class RequestRecord:
         self._interval, self._delta = args.stream_interval, params.output_kind == RequestOutputKind.DELTA
         self._is_ranked = self.num_left > params.n
         self._waits = self._is_ranked or params.output_kind == RequestOutputKind.FINAL_ONLY
+        self._reads = not self._waits or bool(params.stop)  # text as it comes; else all of it in the end
         self._tells_text = self._delta and self.num_left == args.stream_interval == 1 and params.detokenize
 
     def _detokenizer(self) -> IncrementalDetokenizer | None:
@@ -88,31 +90,32 @@ class RequestRecord:
 
     def update(self, news: SequenceOutput, now: float) -> bool:
         """Take in one sequence's news; returns whether a stop string ended the sequence just now."""
-        sequence, shown, tokens = self.sequences[news.sequence_index], self.shown, news.new_token_ids
-        stop_string = None
-        if news.num_cached_tokens:
-            shown.num_cached_tokens = max(0, news.num_cached_tokens - self.request.num_virtual)
+        sequence, reason, stop_string = self.sequences[news.sequence_index], news.finish_reason, None
+        detokenizer, token_ids, num_before = sequence.detokenizer, sequence.token_ids, len(sequence.token_ids)
+        if not num_before:
+            if news.num_cached_tokens:
+                self.shown.num_cached_tokens = max(0, news.num_cached_tokens - self.request.num_virtual)
+            if news.new_token_ids and (metrics := self.shown.metrics) and metrics.first_token_time is None:
+                metrics.first_token_time = now
         if news.prompt_logprobs is not None:
             self._add_prompt_logprobs(news.prompt_logprobs)
-        if tokens and shown.metrics is not None and shown.metrics.first_token_time is None:
-            shown.metrics.first_token_time = now
-        if tokens and sequence.detokenizer is not None:
-            stop_string, num_used = sequence.detokenizer.update(tokens, news.finish_reason == "stop")
+        token_ids += news.new_token_ids
+        if detokenizer is not None and (self._reads or reason is not None):
+            stop_string = detokenizer.update(token_ids[detokenizer.num_tokens :], reason == "stop")
             if stop_string is not None:
-                tokens = tokens[:num_used]
-        sequence.token_ids += tokens
+                del token_ids[detokenizer.num_tokens :]
         if news.logprobs is not None:
-            for entry in news.logprobs[: len(tokens)]:
+            for entry in news.logprobs[: len(token_ids) - num_before]:
                 sequence.cumulative_logprob += entry.logprobs[0]
                 if self.params.logprobs is not None:
                     sequence.logprobs.append(self._logprob_dict(entry))
         if stop_string is not None:
             self._end(sequence, "stop", stop_string)
             # The scheduler has ended it already when it ran out of room on the very same token.
-            return news.finish_reason is None
-        if news.finish_reason is not None:
-            shown.pooled = news.pooled
-            self._end(sequence, news.finish_reason, news.stop_reason if news.failure is None else news.failure.message)
+            return reason is None
+        if reason is not None:
+            self.shown.pooled = news.pooled
+            self._end(sequence, reason, news.stop_reason if news.failure is None else news.failure.message)
         if news.failure is not None:
             self._log_failure(news.failure)
         return False
@@ -145,8 +148,10 @@ class RequestRecord:
     def output(self) -> RequestOutput:
         """The output to hand out; of deltas what is new since the last one, however many steps ago."""
         finished, delta = not self.num_left, self._delta
-        every, chosen = finished or not delta, enumerate(self._chosen())
-        outputs = [s.completion(self.params, delta, index) for index, s in chosen if every or self._is_due(s)]
+        outputs: list[CompletionOutput] = []
+        for index, sequence in enumerate(self._chosen()):
+            if finished or not delta or self._is_due(sequence):
+                outputs.append(sequence.completion(self.params, delta, index))
         return structs.replace(self.shown, outputs=outputs, finished=finished)
 
     def finish_reasons(self) -> list[str]:
@@ -219,25 +224,24 @@ class OutputProcessor:
 
         `now`, in seconds of the clock of arrival times, is when the step brought them.
         """
-        result = ProcessedOutputs([], [], [])
+        records, taken, stopped = self.records, [], []
         touched: dict[str, RequestRecord] = {}
         for item in news:
-            record = self.records.get(item.request_id)
+            record = records.get(item.request_id)
             if record is None or record.sequences[item.sequence_index].finish_reason is not None:
                 continue
-            result.taken.append(item)
+            taken.append(item)
             touched[item.request_id] = record
             try:
                 if record.update(item, now):
-                    result.stopped.append((item.request_id, item.sequence_index))
+                    stopped.append((item.request_id, item.sequence_index))
             except Exception as error:  # one request's text must not stop its neighbours
                 logger.exception("request %s: its output could not be processed", quoted(item.request_id))
-                result.stopped.extend(record.fail(f"{type(error).__name__} while its output was processed"))
-        for request_id, record in touched.items():
-            if record.is_ready:
-                result.ready.append(record)
+                stopped.extend(record.fail(f"{type(error).__name__} while its output was processed"))
+        ready = [record for record in touched.values() if record.is_ready]
+        for record in ready:
             if not record.num_left:
-                del self.records[request_id]
+                del records[record.request.request_id]
                 if record.shown.metrics is not None:
                     record.shown.metrics.finished_time = now
-        return result
+        return ProcessedOutputs(taken, ready, stopped)

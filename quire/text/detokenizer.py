@@ -39,29 +39,28 @@ class IncrementalDetokenizer:
         self._settled = False
         self.num_tokens = 0
 
-    def update(self, new_token_ids: Sequence[int], stop_terminated: bool = False) -> tuple[str | None, int]:
-        """Take new output tokens.
+    def update(self, new_token_ids: Sequence[int], stop_terminated: bool = False) -> str | None:
+        """Take new output tokens, up to the one that completes a stop string; returns that, or None.
+
+        The text ends with the stop string then, or before it, and must not be updated again.
 
         Args:
             stop_terminated: the last of them is an end-of-sequence or stop token, which is kept out of the text
                 unless include_stop_str_in_output.
-
-        Returns:
-            The stop string found, or None; and how many of the new tokens were used up to it (else all). The text
-            ends with the stop string then, or before it, and must not be updated again.
         """
-        num_new = len(new_token_ids)
-        for index in range(num_new - (stop_terminated and not self._include_stop)):
-            drop, new = self._stream.push(new_token_ids[index])
-            if drop or new:
-                self._append(drop, new)
-                if self._stop and new and self.num_tokens + index >= self._min_tokens:
-                    found = self._find_stop(len(self.output_text) - len(new))
-                    if found is not None:
-                        self.num_tokens += index + 1
-                        return found, index + 1
-        self.num_tokens += num_new
-        return None, num_new
+        num_tokens = self.num_tokens + len(new_token_ids)
+        for token_id in new_token_ids[:-1] if stop_terminated and not self._include_stop else new_token_ids:
+            drop, new = self._stream.push(token_id)
+            text, self.output_text = self.output_text, ""  # where nobody else has it, Python lets it grow in its place
+            if drop:
+                text = text[:-drop]  # never any that was handed out
+            text += new
+            self.output_text = text
+            self.num_tokens += 1
+            if self._stop and new and self.num_tokens > self._min_tokens and (found := self._find_stop(len(new))):
+                return found
+        self.num_tokens = num_tokens
+        return None
 
     def get_next_output_text(self, finished: bool, delta: bool) -> str:
         """Text to hand out: what is new since the last call if `delta`, else all of it.
@@ -70,27 +69,25 @@ class IncrementalDetokenizer:
         """
         if finished and not self._settled:
             self._settled = True
-            self._append(*self._stream.finish())
-        end = len(self.output_text) if finished else self._safe_length()
+            drop, new = self._stream.finish()
+            self.output_text = self.output_text[: len(self.output_text) - drop] + new
+        end = len(self.output_text)
+        if not finished:
+            end -= self._stream.num_unstable
+            if self._stop and not (self._include_stop or self._settled):
+                end -= self._held_before(end)
         if not delta:
             return self.output_text[:end]
-        start, self._num_sent = self._num_sent, max(self._num_sent, end)
-        return self.output_text[start:end]
+        text = self.output_text[self._num_sent : end]
+        self._num_sent += len(text)
+        return text
 
-    def _append(self, drop: int, new: str) -> None:
-        """Take the last `drop` characters away, never any that were handed out, and add new ones."""
-        text, self.output_text = self.output_text, ""  # where nobody else has it, Python lets it grow in its place
-        if drop:
-            text = text[:-drop]
-        text += new
-        self.output_text = text
-
-    def _find_stop(self, start: int) -> str | None:
-        """Look for a stop string that ends beyond character `start`; cut the text there if there is one."""
+    def _find_stop(self, num_new: int) -> str | None:
+        """Look for a stop string that ends in the last `num_new` characters; cut the text there if there is one."""
         text = self.output_text
         best, found = len(text), None
         for stop in self._stop:
-            place = text.find(stop, max(0, start - len(stop) + 1))
+            place = text.find(stop, max(0, len(text) - num_new - len(stop) + 1))
             if 0 <= place < best:
                 best, found = place, stop
         if found is not None:
@@ -98,15 +95,12 @@ class IncrementalDetokenizer:
             self.output_text = text[: best + len(found) * self._include_stop]
         return found
 
-    def _safe_length(self) -> int:
-        """Characters that neither a stop string nor an unstable end can take back."""
-        stable = len(self.output_text) - self._stream.num_unstable
-        if not self._stop or self._include_stop or self._settled:
-            return stable
-        if stable != self._stable:  # else nothing new: in a long unstable run, looking again would be slow
-            tail = self.output_text[max(0, stable - self._overlap) : stable]
-            self._stable, self._num_held = stable, self._held(tail)
-        return stable - self._num_held
+    def _held_before(self, end: int) -> int:
+        """Characters before this place that may turn out to begin a stop string."""
+        if end != self._stable:  # else nothing new: in a long unstable run, looking again would be slow
+            tail = self.output_text[max(0, end - self._overlap) : end]
+            self._stable, self._num_held = end, self._held(tail)
+        return self._num_held
 
     def _held(self, text: str) -> int:
         """Length of the longest end of `text` that begins a stop string, short of being one."""

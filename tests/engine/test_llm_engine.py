@@ -52,6 +52,26 @@ def test_deltas_add_up_to_the_whole(engine: LLMEngine) -> None:
     assert lengths == sorted(lengths)
 
 
+def test_text_that_is_made_in_the_end_is_the_streams(engine: LLMEngine) -> None:
+    """Of who takes all at once it is: but for the stop token, and as far as what was aborted has come."""
+    engine.add_request("aborted", PROMPT, params(output_kind=RequestOutputKind.FINAL_ONLY))
+    for _ in range(6):
+        assert engine.step() == []
+    engine.abort_request("aborted")
+    engine.add_request("free", PROMPT, params())
+    found = drain(engine)
+    aborted, free = found["aborted"][0].outputs[0], found["free"][-1].outputs[0]
+    assert (len(aborted.token_ids), aborted.finish_reason) == (6, "abort")
+    assert aborted.text == found["free"][5].outputs[0].text
+    for kind in RequestOutputKind:
+        engine.add_request(kind.name, PROMPT, params(output_kind=kind, stop_token_ids=[free.token_ids[9]]))
+    found = drain(engine)
+    whole, last = found["FINAL_ONLY"][0].outputs[0], found["CUMULATIVE"][-1].outputs[0]
+    assert (whole.text, whole.token_ids, whole.finish_reason) == (last.text, last.token_ids, "stop")
+    assert whole.text == "".join(output.outputs[0].text for output in found["DELTA"])
+    assert free.text.startswith(whole.text)
+
+
 def test_deltas_of_forks(engine: LLMEngine) -> None:
     engine.add_request("final", PROMPT, params(n=3, output_kind=RequestOutputKind.FINAL_ONLY))
     engine.add_request("delta", PROMPT, params(n=3, output_kind=RequestOutputKind.DELTA))

@@ -48,7 +48,7 @@ def test_increments_add_up_to_decode(name: str, skip: bool, data: st.DataObject)
     detokenizer = detokenizer_of(tokenizer(name), [], skip_special_tokens=skip)
     pieces = []
     for group in groups(ids, cuts):
-        assert detokenizer.update(group) == (None, len(group))
+        assert detokenizer.update(group) is None
         pieces.append(detokenizer.get_next_output_text(False, True))
     pieces.append(detokenizer.get_next_output_text(True, True))
     expected = tokenizer(name).decode(ids, skip_special_tokens=skip)
@@ -139,10 +139,9 @@ def run(
     detokenizer = detokenizer_of(
         tokenizer(name), [], stop=stop, include_stop_str_in_output=include, min_tokens=min_tokens
     )
-    seen, used, found = "", 0, None
+    seen, found = "", None
     for part in parts:
-        found, num_used = detokenizer.update(part)
-        used += num_used
+        found = detokenizer.update(part)
         if found is not None:
             break
         seen += detokenizer.get_next_output_text(False, True)
@@ -150,7 +149,7 @@ def run(
         assert seen.startswith(detokenizer.get_next_output_text(False, False)[: len(seen)])
     seen += detokenizer.get_next_output_text(True, True)
     assert detokenizer.output_text == detokenizer.get_next_output_text(True, False) == seen
-    return found, used, seen
+    return found, detokenizer.num_tokens, seen
 
 
 def oracle(
@@ -196,8 +195,8 @@ def update_all(
 ) -> tuple[str | None, str, int]:
     ids = tokenizer(name).encode(text, add_special_tokens=False)
     detokenizer = detokenizer_of(tokenizer(name), [], stop=stop, **options)
-    found, used = detokenizer.update(ids)
-    return found, detokenizer.get_next_output_text(True, True), len(ids) - used
+    found = detokenizer.update(ids)
+    return found, detokenizer.get_next_output_text(True, True), len(ids) - detokenizer.num_tokens
 
 
 def test_stop_string_over_several_tokens() -> None:
@@ -234,7 +233,7 @@ def test_newline_of_byte_fallback_stops_at_its_own_token() -> None:
     newline = used.convert_tokens_to_ids("<0x0A>")
     place = ids.index(newline)
     detokenizer = detokenizer_of(used, [], stop=["\n"])
-    assert detokenizer.update(ids) == ("\n", place + 1)
+    assert (detokenizer.update(ids), detokenizer.num_tokens) == ("\n", place + 1)
     assert detokenizer.get_next_output_text(True, True) == "a"
     free = detokenizer_of(used, [])
     free.update(ids[: place + 1])
@@ -249,7 +248,7 @@ def test_nothing_follows_a_stop_string() -> None:
     assert ends, "a token of a whole character and a part of another"
     whole = used.decode(ends[:1])
     detokenizer = detokenizer_of(used, [], stop=[whole[0]], include_stop_str_in_output=True)
-    assert detokenizer.update(ends[:1]) == (whole[0], 1)
+    assert detokenizer.update(ends[:1]) == whole[0]
     assert detokenizer.get_next_output_text(True, True) == whole[0]
 
 
@@ -266,7 +265,7 @@ def test_end_token_is_left_out_of_the_text() -> None:
     ids = used.encode("a b", add_special_tokens=False)
     for include, text in ((False, "a"), (True, "a b")):
         detokenizer = detokenizer_of(used, [], include_stop_str_in_output=include)
-        assert detokenizer.update(ids, True) == (None, len(ids))
+        assert detokenizer.update(ids, True) is None
         assert detokenizer.get_next_output_text(True, True) == text
         assert detokenizer.num_tokens == len(ids)
 
