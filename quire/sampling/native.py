@@ -40,7 +40,7 @@ _COMPLETING_AT, _STOP_AT, _SEEN_AT = 72 + 2 * 16, 72 + 3 * 16, 72 + 5 * 16 + 8
 
 
 class SampleCall:
-    """One call's arrays, made before the logits: see `read`.
+    """One call's arrays, which know nothing of the logits: they may be made before those are there.
 
     All int64 that go in and out lie in one: logits_rows, positions, first_sample, errors, ids.
     """
@@ -66,24 +66,6 @@ class SampleCall:
         positions = [(own := state.tokens).num - own.num_prompt for state in states if state is not None]
         return cls(b"".join(records), range(len(records)), positions, [*range(len(records) + 1)])
 
-    def read(self, logits: Tensor, width: int = 0) -> None:
-        """Let it draw from these, and list so many tokens for each sample."""
-        shape, rows = logits.shape, self._rows
-        if len(shape) != 2 or 0 in shape or not logits.is_cpu:
-            raise ValueError(f"logits must be [rows, vocabulary] on the CPU, not {list(shape)}, {logits.device}")
-        if not (rows and min(rows) >= 0 and max(rows) < shape[0]):
-            raise ValueError(f"rows {list(rows)} of {shape[0]} rows of logits")
-        logits = logits if logits.dtype in _TYPES else logits.float()
-        logits = logits if logits.stride(1) == 1 else logits.contiguous()
-        self.logits, args = logits, self.args  # to outlive the call
-        args.logits, args.type = logits.data_ptr(), _TYPES[logits.dtype]
-        args.vocab_size, args.stride, args.width = shape[1], logits.stride(0), width
-        if width:
-            self.listed_ids, self.ranks = np.empty((2, self._num_samples, width), np.int64)
-            self.logprobs = np.empty(self.ranks.shape, np.float32)
-            parts = self.listed_ids, self.logprobs, self.ranks
-            args.listed_ids, args.logprobs, args.ranks = [part.ctypes.data for part in parts]
-
     @property
     def token_ids(self) -> list[int]:
         """Of each sample, once it has run."""
@@ -93,23 +75,40 @@ class SampleCall:
         """Name the samples' tokens, for rows of the mode `given`."""
         self.numbers[4 * self._num_rows + 1 :] = array("q", token_ids)
 
-    def mask(self, masks: Sequence[Mask | None]) -> None:
+    def mask(self, masks: Sequence[Mask | None], vocab_size: int) -> None:
         """Let rows draw what their bitmasks allow."""
-        num_words = -(-self.args.vocab_size // 32)
+        num_words = -(-vocab_size // 32)
         if [mask for mask in masks if mask is not None and len(mask.words) < num_words]:
-            raise ValueError(f"a mask of a vocabulary of {self.args.vocab_size} has {num_words} words")
+            raise ValueError(f"a mask of a vocabulary of {vocab_size} has {num_words} words")
         self.masks = (ctypes.c_int64 * len(masks))(*[0 if mask is None else mask.address for mask in masks])
         self.args.masks = ctypes.addressof(self.masks)
 
-    def run(self, target: Target | None) -> dict[int, int]:
-        """Returns the errors, by row; token_ids and the lists are then filled in."""
+    def run(self, logits: Tensor, target: Target | None, width: int = 0) -> dict[int, int]:
+        """Draw from these logits, and list `width` tokens for each sample.
+
+        Returns the errors, by row; token_ids and the lists are then filled in.
+        """
+        shape, rows, args = logits.shape, self._rows, self.args
+        if len(shape) != 2 or 0 in shape or not logits.is_cpu:
+            raise ValueError(f"logits must be [rows, vocabulary] on the CPU, not {list(shape)}, {logits.device}")
+        if not (rows and min(rows) >= 0 and max(rows) < shape[0]):
+            raise ValueError(f"rows {list(rows)} of {shape[0]} rows of logits")
+        logits = logits if logits.dtype in _TYPES else logits.float()
+        logits = logits if logits.stride(1) == 1 else logits.contiguous()
+        args.logits, args.type = logits.data_ptr(), _TYPES[logits.dtype]
+        args.vocab_size, args.stride, args.width = shape[1], logits.stride(0), width
+        if width:
+            self.listed_ids, self.ranks = np.empty((2, self._num_samples, width), np.int64)
+            self.logprobs = np.empty(self.ranks.shape, np.float32)
+            parts = self.listed_ids, self.logprobs, self.ranks
+            args.listed_ids, args.logprobs, args.ranks = [part.ctypes.data for part in parts]
         target = target or default_target()
-        loaded_library().quire_sample(target.kernels, target.num_threads, ctypes.addressof(self.args))
+        loaded_library().quire_sample(target.kernels, target.num_threads, ctypes.addressof(args))
         codes = self.numbers[3 * self._num_rows + 1 : 4 * self._num_rows + 1]
         if not any(codes):
             return {}
         if _BAD_ID in codes:
-            raise IndexError(f"a token id is outside the vocabulary of {self.args.vocab_size}.")
+            raise IndexError(f"a token id is outside the vocabulary of {shape[1]}.")
         return {i: code for i, code in enumerate(codes) if code}
 
     def entries(self) -> list[tuple[list[int], list[float], list[int]]]:
@@ -132,10 +131,9 @@ def sample_rows(
     first = list(accumulate(num_samples, initial=0))
     positions = [(own := draw.state.tokens).num - own.num_prompt + draw.ahead for draw in draws]
     call = SampleCall(records, [draw.row for draw in draws], positions, first)
-    call.read(logits, width)
     if [draw for draw in draws if draw.mask is not None]:
-        call.mask([draw.mask for draw in draws])
-    errors, flat = call.run(target), call.token_ids
+        call.mask([draw.mask for draw in draws], logits.shape[1])
+    errors, flat = call.run(logits, target, width), call.token_ids
     token_ids = [flat[start:end] for start, end in zip(first, first[1:], strict=False)]
     for i in errors:
         token_ids[i] = []
@@ -165,14 +163,13 @@ def draw_chains(target: Target, logits: Tensor, lanes: Sequence[Lane]) -> list[l
         raise ValueError(f"drafts have more rows than the {logits.shape[0]} of the logits")
     records, rows = b"".join([fixed_record(lane.state) for lane in lanes]), [lane.first_row for lane in lanes]
     call = SampleCall(records, rows, [lane.state.position for lane in lanes], first)
-    call.read(logits)
     call.give(token_ids)
     if [lane for lane in lanes if lane.masks]:
         places = [(lane, place) for lane in lanes for place in range(1 + lane.num_drafts)]
-        call.mask([lane.masks.get(place) if lane.masks else None for lane, place in places])
+        call.mask([lane.masks.get(place) if lane.masks else None for lane, place in places], logits.shape[1])
     nums = (ctypes.c_int64 * len(rows))()
     call.args.drawn = ctypes.addressof(nums)
-    errors, drawn = call.run(target), call.token_ids
+    errors, drawn = call.run(logits, target), call.token_ids
     return [[] if i in errors else drawn[at : at + nums[i]] for i, at in enumerate(first[:-1])]
 
 
@@ -181,9 +178,8 @@ def given_logprobs(target: Target, logits: Tensor, token_ids: Sequence[int], k: 
     num_rows, width = len(token_ids), 1 + min(k, logits.shape[1])
     record = _ROW.pack(_GIVEN, 0, 0, 1, 0, 1.0, 1.0, 1.0, 0.0, 0.0, k, *[0] * 14)
     call = SampleCall(record * num_rows, range(num_rows), [0] * num_rows, [*range(num_rows + 1)])
-    call.read(logits, width)
     call.give(token_ids)
-    call.run(target)
+    call.run(logits, target, width)
     return [TokenLogprobs(*entry) for entry in call.entries()]
 
 

@@ -285,8 +285,8 @@ class ModelRunner:
         """Each sequence's token, appended; [], and nothing is done, where one can't be drawn."""
         last = [end - 1 for end in begun.ends]
         hidden = self.device.take_rows(begun.hidden, last)
-        call.read(self.model.compute_logits(hidden, begun.adapters and begun.adapters.of(last)).cpu())
-        drawn = [] if call.run(self.device.target) else call.token_ids
+        logits = self.model.compute_logits(hidden, begun.adapters and begun.adapters.of(last)).cpu()
+        drawn = [] if call.run(logits, self.device.target) else call.token_ids
         for row, one, token_id in zip(begun.rows, begun.plan.scheduled, drawn, strict=bool(drawn)):
             row.num_computed += one.num_new_tokens
             row.tokens.append(token_id)

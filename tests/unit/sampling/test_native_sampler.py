@@ -270,13 +270,11 @@ def test_a_token_each_is_what_the_sampler_draws() -> None:
     expected = sampler.sample(logits, [Draw(state, i) for i, state in enumerate(states)]).token_ids
     call = native.SampleCall.of_each(states)
     assert call is not None
-    call.read(logits)
-    assert call.run(None) == {}
+    assert call.run(logits, None) == {}
     assert [[token_id] for token_id in call.token_ids] == expected
     assert native.SampleCall.of_each([*states, None]) is None
     logits[1] = torch.nan
-    call.read(logits)
-    assert list(call.run(None)) == [1]
+    assert list(call.run(logits, None)) == [1]
 
 
 @pytest.mark.parametrize("params", [{"logprobs": 1}, {"presence_penalty": 0.5}])
