@@ -94,6 +94,11 @@ class Lane(Draw, eq=False):
             return [self.first_row + place for place in self.path]
         return list(range(self.first_row, self.first_row + len(self.token_ids)))
 
+    @property
+    def moves(self) -> list[tuple[int, int]]:
+        """Of a tree's accepted drafts, those that would lie elsewhere in a chain: the node, and its place there."""
+        return [(at - 1, i) for i, at in enumerate(self.path[1:]) if at - 1 != i]
+
     def follow(self, token_id: int) -> bool:
         """Whether a token that was drawn is the draft after those before it; of a tree, go on to its node."""
         if self.tree is None:

@@ -1,12 +1,11 @@
 """A step's input arrays, gathered from the persistent rows by the compiled library (csrc/step_inputs.cpp), or numpy.
 
 The model runner calls `gather` once a step. The arrays are made anew each time: what a device may still be reading
-is never written again. It knows the rows and the plan, and nothing of models or devices; of sampling only which path of
-a tree of drafts was accepted.
+is never written again. It knows the rows and the plan, and nothing of models, devices or sampling.
 """
 
 from array import array
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from ctypes import addressof
 from dataclasses import dataclass
 from itertools import accumulate
@@ -19,7 +18,6 @@ import numpy.typing as npt
 from quire.ops.native.library import library, loaded_library
 from quire.ops.native.structs import c_struct
 from quire.protocol.step import ScheduledSequence
-from quire.sampling.lanes import Lane
 from quire.worker.rows import Row, RowTable
 
 INT = np.int32  # of all that kernels index by
@@ -172,16 +170,3 @@ def gather_nodes(
     tails = TailArrays(np.array(starts, INT), np.array(trees, INT), table.slots(index[:, None], above))
     arrays = StepArrays(input_ids, positions, query_start_loc, seq_lens, block_tables, slots, table.block_size, tails)
     return StepBatch(rows, ends, arrays)
-
-
-def path_moves(rows: Sequence[Row], lanes: Mapping[int, Lane], table: RowTable) -> tuple[list[Ints], list[Ints]] | None:
-    """From and to which slots keys and values of trees' accepted paths move, to lie where a chain's would.
-
-    `lanes`: by their rows' places; None where none moves.
-    """
-    moves: list[tuple[int, int, int]] = []
-    for row, lane in ((rows[place], lane) for place, lane in lanes.items()):
-        base = row.num_computed - lane.num_drafts
-        moves += [(row.index, base + at - 1, base + i) for i, at in enumerate(lane.path[1:]) if at - 1 != i]
-    whose, sources, destinations = np.array(moves, INT).reshape(-1, 3).T
-    return (table.slots(whose, sources), table.slots(whose, destinations)) if moves else None

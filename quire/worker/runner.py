@@ -44,7 +44,7 @@ from quire.worker.adapters import Adapters
 from quire.worker.ahead import Ahead
 from quire.worker.cache import KVCache
 from quire.worker.devices.base import Device
-from quire.worker.gather import gather, path_moves
+from quire.worker.gather import gather
 from quire.worker.judging import Judge
 from quire.worker.rows import Row, RowTable
 
@@ -334,8 +334,8 @@ class ModelRunner:
             seconds = begun.seconds + self.device.clock() - start
             self.pace.learn(len(token_rows), seconds)
             self._known_seconds, self._num_drafted = begun.start + seconds + begun.reading, 0
-        if self.table.tree is not None and (moves := path_moves(begun.rows, lanes, self.table)):
-            self.cache.move_slots(*moves, self.table.block_size)
+        if self.table.tree is not None:
+            self._move_paths(begun.rows, lanes)
         drafts: dict[int, list[int]] = {}
         if self.proposer is not None:
             drafts = self._propose(self.proposer, begun, lanes, hidden)
@@ -371,6 +371,16 @@ class ModelRunner:
             else:
                 result = SequenceResult(candidates=found, logprobs=self._likeliest(logits, lane, found))
             results[place] = _with_prompt(results[place], result)
+
+    def _move_paths(self, rows: list[Row], lanes: dict[int, Lane]) -> None:
+        """Let keys and values of trees' accepted drafts lie where a chain's would."""
+        table, moves = self.table, list[tuple[int, int, int]]()
+        for place, lane in lanes.items():
+            row, base = rows[place], rows[place].num_computed - lane.num_drafts
+            moves += [(row.index, base + node, base + to) for node, to in lane.moves]
+        if moves:
+            whose, sources, destinations = np.array(moves, np.int32).T
+            self.cache.move_slots(table.slots(whose, sources), table.slots(whose, destinations), table.block_size)
 
     def _likeliest(self, logits: Tensor, lane: Lane, candidates: TokenLogprobs) -> list[TokenLogprobs] | None:
         """The best candidate, and as many of the likeliest tokens as the request wants to see."""
