@@ -17,7 +17,7 @@ from quire.config.gguf import read_gguf
 from quire.errors import ConfigError, InvalidRequestError, ModelLoadError, NotYetSupportedError
 from quire.text.backend import FastBackend, load_sentencepiece, sentencepiece_decoder
 from quire.text.conversation import Conversation
-from quire.text.files import TokenizerConfig, read_tokenizer_config
+from quire.text.files import NAMED_TOKENS, TokenizerConfig, read_tokenizer_config
 from quire.text.gguf import QWEN2_SPLIT, read_gguf_tokenizer
 from quire.text.renderer import Renderer
 from quire.text.streams import Backend, StreamFactory, TextStream, clean_up_spaces
@@ -25,15 +25,27 @@ from quire.text.streams import Backend, StreamFactory, TextStream, clean_up_spac
 logger = logging.getLogger("quire")
 
 
+class Encoding(dict[str, Any]):
+    """What a tokenizer that is called gives: lists by name, which are attributes, too."""
+
+    input_ids: Any  # list[int], or one for each text
+    attention_mask: Any  # likewise, of ones: nothing is padded
+
+    def __init__(self, **lists: Any) -> None:
+        super().__init__(lists)
+        self.__dict__ = self
+
+
 class Tokenizer:
-    """A model's tokenizer.
+    """A model's tokenizer, with what transformers' is asked for most.
 
     Attributes:
         name_or_path: where it was loaded from, as given.
         is_fast: built on the `tokenizers` library (else SentencePiece).
         chat_template: the model's template, several by name, or None.
         special_tokens_map: "bos_token" etc. -> token, as far as set.
-        bos_token, eos_token: those that begin and end a text, if there are such; bos_token_id, eos_token_id: their ids.
+        bos_token, eos_token, and so on: the named special tokens; None where the model has none.
+        bos_token_id, eos_token_id, and so on: their ids.
         all_special_tokens: the named special tokens and the extra ones; all_special_ids: their ids.
         vocab_size: tokens of the base vocabulary; `len(tokenizer)` counts the added ones too.
         model_max_length: the tokenizer's own idea of the context length, if it has one.
@@ -58,6 +70,55 @@ class Tokenizer:
         self._streams = StreamFactory(backend, self._clean_up)
         self._renderer = Renderer()
         self._texts: dict[int, str] = {}  # of single tokens, as far as met
+
+    def __getattr__(self, name: str) -> Any:
+        """A named special token, or its id. Called for names that are not there only."""
+        named = name.removesuffix("_id")
+        if named not in NAMED_TOKENS:
+            raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}", name=name, obj=self)
+        token = self.special_tokens_map.get(named)
+        return token if token is None or name == named else self.convert_tokens_to_ids(token)
+
+    def __call__(
+        self,
+        text: str | Sequence[str],
+        *,
+        add_special_tokens: bool = True,
+        truncation: bool | str = False,
+        max_length: int | None = None,
+        truncation_side: str = "right",
+        **others: Any,
+    ) -> Encoding:
+        """A text, or each of several, as token ids (`input_ids`), with an `attention_mask` of ones.
+
+        Args:
+            truncation: true, or "longest_first": keep at most `max_length` tokens, with the special ones around the
+                text, which stay.
+            max_length: model_max_length by default.
+            truncation_side: which of the text's tokens go, the last ("right") or the first ("left").
+
+        Raises:
+            InvalidRequestError: as `encode`, or for an argument that transformers' has besides.
+        """
+        if asked := [name for name, value in others.items() if value not in (None, False, "do_not_pad")]:
+            taken = "add_special_tokens, truncation, max_length and truncation_side are taken, and lists come back"
+            raise InvalidRequestError(f"{asked[0]} is not supported: {taken}.", asked[0])
+        texts = [text] if isinstance(text, str) else text
+        keep = (max_length or self.model_max_length) if truncation not in (None, False, "do_not_truncate") else None
+        many = [self._encode_some(one, add_special_tokens, keep, truncation_side) for one in texts]
+        lists = {"input_ids": many, "attention_mask": [[1] * len(ids) for ids in many]}
+        return Encoding(**({name: each[0] for name, each in lists.items()} if isinstance(text, str) else lists))
+
+    def _encode_some(self, text: str, add_special_tokens: bool, keep: int | None, truncated: str) -> list[int]:
+        ids = self.encode(text, add_special_tokens)
+        if keep is None or len(ids) <= keep:
+            return ids
+        own = self._backend.encode(text, False)
+        num_special = len(ids) - len(own)
+        begin = next(place for place in range(num_special + 1) if ids[place : place + len(own)] == own)
+        room = max(0, keep - num_special)
+        kept = own[:room] if truncated == "right" else own[len(own) - room :]
+        return ids[:begin] + kept + ids[begin + len(own) :]
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
         """Token ids of a text; special tokens written in it become their ids.
@@ -85,6 +146,10 @@ class Tokenizer:
         except (OverflowError, TypeError):
             raise InvalidRequestError("token ids to decode must be integers from 0 to 2**32 - 1.") from None
         return clean_up_spaces(text) if self._clean_up else text
+
+    def batch_decode(self, sequences: Sequence[Sequence[int]], skip_special_tokens: bool = True) -> list[str]:
+        """`decode` of each."""
+        return [self.decode(token_ids, skip_special_tokens) for token_ids in sequences]
 
     def token_text(self, token_id: int) -> str:
         """Text of one token by itself, special or not; kept, as log-probabilities name the same tokens again."""
@@ -124,7 +189,6 @@ class Tokenizer:
     def apply_chat_template(
         self,
         conversation: Sequence[Any],
-        *,
         tools: Sequence[dict[str, Any]] | None = None,
         documents: Sequence[dict[str, Any]] | None = None,
         chat_template: str | None = None,

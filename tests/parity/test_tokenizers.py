@@ -52,6 +52,14 @@ def compare(ours: Tokenizer, theirs: Any, text: str) -> None:
         compare_decode(ours, theirs, ids)
 
 
+def compare_cut(ours: Tokenizer, theirs: Any, text: str) -> None:
+    for side in ("left", "right"):
+        theirs.truncation_side = side
+        for special in (True, False):
+            asked: Any = {"add_special_tokens": special, "truncation": True, "max_length": 4}
+            assert ours(text, truncation_side=side, **asked) == dict(theirs(text, **asked))
+
+
 def compare_decode(ours: Tokenizer, theirs: Any, ids: list[int]) -> None:
     for skip in (True, False):
         text = theirs.decode(ids, skip_special_tokens=skip)
@@ -177,7 +185,9 @@ def pair(path: Path) -> tuple[Tokenizer, Any]:
 @given(data=st.data())
 def test_any_text_and_any_ids(name: str, data: st.DataObject) -> None:
     ours, theirs = pair(FIXTURES / name)
-    compare(ours, theirs, data.draw(st.text(st.characters(exclude_categories=["Cs"]), max_size=40)))
+    text = data.draw(st.text(st.characters(exclude_categories=["Cs"]), max_size=40))
+    compare(ours, theirs, text)
+    compare_cut(ours, theirs, text)
     compare_decode(ours, theirs, data.draw(st.lists(st.integers(0, len(ours) + 3), max_size=25)))
 
 

@@ -45,6 +45,9 @@ def test_facts_of_a_tokenizer() -> None:
     assert used.get_vocab()["<think>"] == used.convert_tokens_to_ids("<think>")
     assert used.model_max_length == 512
     assert bool(used)
+    assert (used.pad_token, used.pad_token_id) == (None, None)
+    assert not hasattr(used, "nonsense_id")
+    assert load_tokenizer(FIXTURES / "sp_bpe").unk_token_id == 0
 
 
 def test_encode_and_decode() -> None:
@@ -59,6 +62,23 @@ def test_encode_and_decode() -> None:
     assert used.encode("", add_special_tokens=False) == []
     assert used.decode([]) == ""
     assert used.decode([*ids, 99999]) == "A  b", "an id that the vocabulary lacks has no text"
+
+
+def test_a_tokenizer_can_be_called() -> None:
+    used = load_tokenizer(FIXTURES / "byte_bpe")
+    texts = ["A b", "Some more of it"]
+    one, both = used(texts[0]), used(texts)
+    assert one.input_ids == one["input_ids"] == used.encode(texts[0])
+    assert one.attention_mask == [1] * len(one.input_ids)
+    assert dict(both) == {"input_ids": [*map(used.encode, texts)], "attention_mask": both.attention_mask}
+    assert [*map(len, both.attention_mask)] == [*map(len, both.input_ids)]
+    assert used(texts[0], add_special_tokens=False).input_ids == one.input_ids[1:]
+    assert used("a" * 4000, truncation=True).input_ids == used.encode("a" * 4000)[:512]
+    assert used.batch_decode(both.input_ids) == texts
+    assert used(texts[0], padding=False, return_tensors=None) == one
+    for name, value in {"return_tensors": "pt", "padding": True}.items():
+        with pytest.raises(InvalidRequestError, match=f"^{name} is not supported: add_special_tokens, .* lists come"):
+            used(texts[0], **{name: value})
 
 
 @settings(max_examples=50, deadline=None, derandomize=True)
