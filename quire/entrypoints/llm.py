@@ -99,6 +99,7 @@ class LLM:
         priority: int | list[int] | None = None,
         client: str | None = None,
         prompt_adapter_request: PromptAdapters = None,
+        tokenization_kwargs: dict[str, Any] | None = None,
     ) -> list[RequestOutput]:
         """Complete one prompt or many.
 
@@ -111,6 +112,9 @@ class LLM:
             priority: one for all or one each; lower runs first under scheduling_policy="priority".
             client: whose prompts they are, for scheduling_policy="fair".
             prompt_adapter_request: likewise, for adapters that are virtual tokens.
+            tokenization_kwargs: what a text is tokenized with, such as {"truncation": True, "max_length": 512} (by
+                default what the context holds), add_special_tokens and truncation_side ("left": the last tokens are
+                kept): see `Tokenizer`.
 
         Returns:
             One `RequestOutput` per prompt, in the order of the prompts.
@@ -120,7 +124,7 @@ class LLM:
                 message says which prompt. Or a schema, regex or grammar can't be held, which may be found out a moment
                 later: the other prompts are dropped then.
         """
-        many = _as_list(prompts)
+        many = self._tokenized(_as_list(prompts), tokenization_kwargs)
         params = self._params_for(sampling_params, len(many))
         terms = self._terms_for(len(many), lora_request, prompt_adapter_request, priority, client)
         return self._batches.run(many, params, terms, use_tqdm=use_tqdm)
@@ -130,14 +134,16 @@ class LLM:
         messages: list[ChatMessage] | Sequence[list[ChatMessage]],
         sampling_params: ParamsType | None = None,
         use_tqdm: bool = True,
+        lora_request: LoRARequest | Sequence[LoRARequest | None] | None = None,
+        priority: int | list[int] | None = None,
         chat_template: str | None = None,
+        chat_template_content_format: Literal["auto", "string", "openai"] = "auto",
         add_generation_prompt: bool = True,
         continue_final_message: bool = False,
         tools: list[dict[str, Any]] | None = None,
         chat_template_kwargs: dict[str, Any] | None = None,
-        lora_request: LoRARequest | Sequence[LoRARequest | None] | None = None,
+        tokenization_kwargs: dict[str, Any] | None = None,
         prompt_adapter_request: PromptAdapters = None,
-        chat_template_content_format: Literal["auto", "string", "openai"] = "auto",
     ) -> list[RequestOutput]:
         """Answer one conversation or several.
 
@@ -148,7 +154,7 @@ class LLM:
             continue_final_message: go on with the last message instead of answering it.
             tools: tool definitions handed to the template.
             chat_template_kwargs: further variables for the template.
-            lora_request, prompt_adapter_request: as of `generate`.
+            lora_request, priority, tokenization_kwargs, prompt_adapter_request: as of `generate`.
             chat_template_content_format: content as one "string", as parts ("openai"), or as the template does it.
 
         Raises:
@@ -171,9 +177,10 @@ class LLM:
             except InvalidRequestError as error:
                 raise of_prompt(error, place, len(conversations), "messages") from None
         params = self._params_for(sampling_params, len(texts))
-        terms = self._terms_for(len(texts), lora_request, prompt_adapter_request)
+        terms = self._terms_for(len(texts), lora_request, prompt_adapter_request, priority)
         # A template writes its own special tokens.
-        return self._batches.run(texts, params, terms, use_tqdm=use_tqdm, add_special_tokens=False)
+        many = self._tokenized(texts, tokenization_kwargs, add_special_tokens=False)
+        return self._batches.run(many, params, terms, use_tqdm=use_tqdm, add_special_tokens=False)
 
     def beam_search(
         self,
@@ -230,12 +237,14 @@ class LLM:
         use_tqdm: bool = True,
         pooling_params: PoolingParams | Sequence[PoolingParams] | None = None,
         lora_request: LoRARequest | Sequence[LoRARequest | None] | None = None,
+        tokenization_kwargs: dict[str, Any] | None = None,
     ) -> list[EmbeddingRequestOutput]:
         """One vector for each prompt: the last token's hidden state after the final norm, of length 1 by default.
 
         Args:
             prompts, lora_request: as for `generate`.
             pooling_params: how long, and whether of length 1; one for all, or one each.
+            tokenization_kwargs: as for `generate`, but that truncation keeps the first tokens of a text.
 
         Returns:
             In the order of the prompts; `outputs.embedding` is a list of as many floats as the model's hidden size.
@@ -244,7 +253,7 @@ class LLM:
             InvalidRequestError: a prompt or a parameter breaks a rule; nothing has been computed then.
             RequestFailedError: the engine could not compute one of them.
         """
-        many = _as_list(prompts)
+        many = self._tokenized(_as_list(prompts), tokenization_kwargs, truncation_side="right")
         given = PoolingParams() if pooling_params is None else pooling_params
         each = _one_each(given, len(many), "pooling params", "pooling_params")
         asked = [one.sampling_params(self.model_config.hidden_size) for one in each]
@@ -266,16 +275,20 @@ class LLM:
         use_tqdm: bool = True,
         lora_request: LoRARequest | Sequence[LoRARequest | None] | None = None,
         pooling_task: str | None = None,
+        tokenization_kwargs: dict[str, Any] | None = None,
     ) -> list[PoolingRequestOutput]:
         """As `embed`, with tensors (float32 [H]) as `outputs.data`; NotYetSupportedError for another `pooling_task`."""
         PoolingParams(task=pooling_task)
         return [
             PoolingRequestOutput(one.request_id, PoolingOutput(tensor(one.outputs.embedding)), one.prompt_token_ids)
-            for one in self.embed(prompts, use_tqdm, pooling_params, lora_request)
+            for one in self.embed(prompts, use_tqdm, pooling_params, lora_request, tokenization_kwargs)
         ]
 
-    def reset_prefix_cache(self) -> bool:
-        """Forget all cached prefixes, pinned ones too; False (and nothing done) while requests run."""
+    def reset_prefix_cache(self, reset_running_requests: bool = False, reset_connector: bool = False) -> bool:
+        """Forget all cached prefixes, pinned ones too; False (and nothing done) while requests run.
+
+        vLLM's arguments change nothing: between calls of this class no request runs, and there is no connector.
+        """
         return self.llm_engine.reset_prefix_cache()
 
     def pin_prefix(self, prompt: PromptType, name: str | None = None) -> PinnedPrefix:
@@ -389,6 +402,16 @@ class LLM:
     def _params_for(self, given: ParamsType | None, num_prompts: int) -> list[SamplingParams]:
         given = self.get_default_sampling_params() if given is None else given
         return _one_each(given, num_prompts, "sampling params", "sampling_params")
+
+    def _tokenized(self, prompts: list[Any], options: dict[str, Any] | None, **defaults: Any) -> list[PromptType]:
+        """Prompts whose texts are token ids, too, where there are options for the tokenizer."""
+        given = {"max_length": self.model_config.max_model_len - 1, "truncation_side": "left", **defaults}
+        for place, prompt in enumerate(prompts if options else ()):
+            entries = {"prompt": prompt} if isinstance(prompt, str) else prompt
+            if isinstance(entries, dict) and isinstance(text := entries.get("prompt"), str):
+                ids = self.get_tokenizer()(text, **given | (options or {})).input_ids
+                prompts[place] = {"prompt_token_ids": ids, **entries}
+        return prompts
 
     def _terms_for(
         self, num_prompts: int, loras: Any, virtual: PromptAdapters = None, priority: Any = None, client: Any = None

@@ -9,7 +9,7 @@ from quire import LLM, AsyncEngineArgs, AsyncLLM, AsyncLLMEngine, EngineArgs, LL
 from quire.config import engine_args
 from quire.entrypoints.as_vllm import Counter, Gauge, Vector
 from quire.entrypoints.cli.parser import Parser
-from quire.errors import ConfigError, NotYetSupportedError
+from quire.errors import ConfigError, InvalidRequestError, NotYetSupportedError
 
 
 @pytest.fixture(scope="module")
@@ -149,7 +149,31 @@ def test_forms_of_content(llm: LLM) -> None:
 
     def prompt(form: Any) -> str | None:
         params = SamplingParams(max_tokens=1)
-        (output,) = llm.chat(messages, params, False, template, chat_template_content_format=form)
+        (output,) = llm.chat(messages, params, False, None, 0, template, form)
         return output.prompt
 
     assert (prompt("auto"), prompt("openai"), prompt("string")) == ("[A][B]", "[A][B]", "[A][\n][B]")
+
+
+# ---- how texts are tokenized
+
+
+def test_options_of_the_tokenizer(llm: LLM) -> None:
+    params, tokenizer, text = SamplingParams(max_tokens=1), llm.get_tokenizer(), "Once upon a time, in a land far away"
+    ids = tokenizer.encode(text)
+
+    def prompt(options: dict[str, Any], given: Any = text) -> list[int]:
+        return llm.generate(given, params, use_tqdm=False, tokenization_kwargs=options)[0].prompt_token_ids
+
+    assert prompt({"truncation": True, "max_length": 4}) == [ids[0], *ids[-3:]]
+    assert prompt({"truncation": True, "max_length": 4, "truncation_side": "right"}) == ids[:4]
+    assert prompt({"truncation": True}, " word" * 500) == [ids[0], *tokenizer.encode(" word" * 126, False)]
+    assert prompt({"add_special_tokens": False}, {"prompt": text}) == ids[1:]
+    assert prompt({"truncation": True, "max_length": 2}, {"prompt_token_ids": [5, 6, 7]}) == [5, 6, 7]
+    with pytest.raises(InvalidRequestError, match="^return_tensors is not supported: add_special_tokens, truncation"):
+        prompt({"return_tensors": "pt"})
+    cut: dict[str, Any] = {"truncation": True, "max_length": 4}
+    assert llm.embed(text, False, tokenization_kwargs=cut)[0].prompt_token_ids == ids[:4]
+    assert llm.encode(text, use_tqdm=False, tokenization_kwargs=cut)[0].prompt_token_ids == ids[:4]
+    (chat,) = llm.chat([{"role": "user", "content": text}], params, False, tokenization_kwargs=cut)
+    assert chat.prompt_token_ids == tokenizer.encode(chat.prompt or "", False)[-4:]
