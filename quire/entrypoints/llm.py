@@ -36,7 +36,7 @@ from quire.pooling_params import PoolingParams
 from quire.protocol.cache import PinnedPrefix
 from quire.protocol.requests import Terms
 from quire.sampling_params import BeamSearchParams, SamplingParams
-from quire.text.conversation import Conversation
+from quire.text.conversation import Conversation, select_template
 from quire.text.tokenizer import Tokenizer
 
 ChatMessage = dict[str, Any]
@@ -152,7 +152,7 @@ class LLM:
             chat_template: Jinja text to use instead of the model's own template.
             add_generation_prompt: open the assistant's turn after the last message.
             continue_final_message: go on with the last message instead of answering it.
-            tools: tool definitions handed to the template.
+            tools: tool definitions handed to the template, which has to have a use for them.
             chat_template_kwargs: further variables for the template.
             lora_request, priority, tokenization_kwargs, prompt_adapter_request: as of `generate`.
             chat_template_content_format: content as one "string", as parts ("openai"), or as the template does it.
@@ -168,6 +168,9 @@ class LLM:
         tokenizer = self.get_tokenizer()
         template: Any = {"chat_template": chat_template, "chat_template_kwargs": chat_template_kwargs, "tools": tools}
         turns: Any = {"add_generation_prompt": add_generation_prompt, "continue_final_message": continue_final_message}
+        if tools and "tools" not in select_template(tokenizer, chat_template, tools):
+            remedy = "leave them out, or give a chat_template that shows them"
+            raise InvalidRequestError(f"tools: the chat template has no use for them; {remedy}.", "tools")
         texts: list[PromptType] = []
         for place, conversation in enumerate(conversations):
             try:

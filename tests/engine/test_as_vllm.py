@@ -155,6 +155,16 @@ def test_forms_of_content(llm: LLM) -> None:
     assert (prompt("auto"), prompt("openai"), prompt("string")) == ("[A][B]", "[A][B]", "[A][\n][B]")
 
 
+def test_tools_that_the_template_does_not_show(llm: LLM) -> None:
+    messages, params = [{"role": "user", "content": "Hi"}], SamplingParams(max_tokens=1)
+    tools = [{"type": "function", "function": {"name": "look"}}]
+    with pytest.raises(InvalidRequestError, match="^tools: the chat template has no use for them; leave them out, or"):
+        llm.chat(messages, params, tools=tools)
+    template = "{% for tool in tools %}[{{ tool.function.name }}]{% endfor %}"
+    assert llm.chat(messages, params, False, chat_template=template, tools=tools)[0].prompt == "[look]"
+    assert llm.chat(messages, params, False, tools=[])[0].outputs[0].token_ids
+
+
 # ---- how texts are tokenized
 
 
