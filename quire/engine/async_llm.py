@@ -338,8 +338,7 @@ class AsyncLLM:
         request, internal = processed.request, processed.request.request_id
         record = self._outputs.add(processed)
         record.shown.request_id = external
-        num_prompt, arrival = len(request.prompt_token_ids), request.arrival_time
-        self.observer.on_arrival(internal, num_prompt, request.task.max_tokens, processed.params.n, arrival)
+        self.observer.on_arrival(request, processed.params.n)
         self._client.send(Add(request))
         if internal in self._aborted_early:
             self._client.send(Abort([internal]))

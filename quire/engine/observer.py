@@ -4,14 +4,15 @@ The server's metrics are one. Called on the event loop's thread, with request id
 seconds of the monotonic clock.
 """
 
+from quire.protocol.requests import NewRequest
 from quire.protocol.stats import EngineStats
 
 
 class Observer:
     """Makes nothing of what it is told."""
 
-    def on_arrival(self, request_id: str, num_prompt_tokens: int, max_tokens: int, n: int, now: float) -> None:
-        """A request was accepted."""
+    def on_arrival(self, request: NewRequest, n: int) -> None:
+        """A request was accepted, of which `n` sequences will be told."""
 
     def on_scheduled(self, request_id: str, now: float) -> None:
         """A step computed some of a request."""

@@ -240,7 +240,7 @@ class Fleet:
     def figures(self) -> list[Figures]:
         """What /metrics shows: the models that were loaded at some time."""
         return [
-            Figures(model.metrics, model.state.engine_stats() if model.state else [_IDLE], name)
+            model.state.figures()[0] if model.state else Figures(model.metrics, [_IDLE], name)
             for name, model in self._models.items()
             if model.metrics is not None
         ]

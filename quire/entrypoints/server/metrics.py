@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from quire.engine.observer import Observer
 from quire.entrypoints.server.history import History
 from quire.metrics.histogram import Histogram
+from quire.protocol.requests import NewRequest
 from quire.protocol.stats import EngineStats
 
 # vLLM's bounds, so that its dashboards show what they show there.
@@ -48,6 +49,7 @@ class _Request:
     max_tokens: int
     n: int
     arrival: float
+    adapter: str  # its name; "": none
     scheduled: float | None = None
     sequences: dict[int, _Sequence] = field(default_factory=dict[int, _Sequence])
 
@@ -58,6 +60,7 @@ class ServingMetrics(Observer):
     Every time is in seconds of the monotonic clock. What is said of a request that is not live is not counted.
 
     Attributes:
+        sleep_level: what the engine was last told, 1 or 2; 0 while it takes requests. The routes of sleeping set it.
         event_loop_max_stall: the longest time in seconds that the event loop was held up; whoever watches it sets it.
     """
 
@@ -67,7 +70,7 @@ class ServingMetrics(Observer):
         self.num_cached_prompt_tokens = 0
         self.num_generation_tokens = 0
         self.finished: Counter[str] = Counter(dict.fromkeys(_FINISH_REASONS, 0))  # finish reason -> sequences
-        self.event_loop_max_stall = 0.0
+        self.event_loop_max_stall, self.sleep_level = 0.0, 0
         self.histograms: list[Histogram] = []
         self._add_histograms(one_two_five(max_model_len))
         self.history = History([self._inter_token, self._first_token, self._queue])
@@ -93,14 +96,22 @@ class ServingMetrics(Observer):
         self._inference = add("request_inference_time_seconds", "First step to last token.", seconds)
         self._prompt_length = add("request_prompt_tokens", "Tokens of a request's prompt.", counts)
         self._output_length = add("request_generation_tokens", "Tokens of a request's outputs.", counts)
+        self._computed = add("request_prefill_kv_computed_tokens", "Those of a prompt that no cache held.", counts)
         self._longest_output = add("request_max_num_generation_tokens", "Tokens of a request's longest output.", counts)
         self._n = add("request_params_n", "Requests' n.", _NUM_SEQUENCES)
         self._max_tokens = add("request_params_max_tokens", "Requests' max_tokens.", counts)
         self._step_tokens = add("iteration_tokens_total", "Prompt and output tokens of an engine step.", _STEP_TOKENS)
 
-    def on_arrival(self, request_id: str, num_prompt_tokens: int, max_tokens: int, n: int, now: float) -> None:
-        """A request was accepted."""
-        self._requests[request_id] = _Request(num_prompt_tokens, max_tokens, n, now)
+    def on_arrival(self, request: NewRequest, n: int) -> None:
+        """A request was accepted, of which `n` sequences will be told."""
+        sizes = len(request.prompt_token_ids), request.task.max_tokens, n
+        adapter = request.adapter.name if request.adapter else ""
+        self._requests[request.request_id] = _Request(*sizes, request.arrival_time, adapter)
+
+    def adapters(self, running: bool) -> set[str]:
+        """Names of the adapters of requests that were scheduled, or of those that wait for that."""
+        adapters = ((one.adapter, one.scheduled is not None) for one in self._requests.values())
+        return {name for name, is_scheduled in adapters if name and is_scheduled is running}
 
     def on_scheduled(self, request_id: str, now: float) -> None:
         """A step computed some of a request; only the first time counts."""
@@ -146,6 +157,7 @@ class ServingMetrics(Observer):
         if not sequences:
             return
         self.num_cached_prompt_tokens += num_cached_tokens
+        self._computed.observe(request.num_prompt_tokens - num_cached_tokens)
         last = max(sequence.last for sequence in sequences)
         self._decode.observe(last - min(sequence.first for sequence in sequences))
         if request.scheduled is not None:

@@ -3,6 +3,7 @@
 GET /metrics calls `render`. Nothing is kept: the figures are read off the recorder and the engine's stats as they are.
 """
 
+import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -13,6 +14,7 @@ from prometheus_client.metrics_core import CounterMetricFamily, GaugeMetricFamil
 from prometheus_client.registry import Collector
 from prometheus_client.utils import floatToGoString
 
+from quire.config.engine_args import EngineConfig
 from quire.entrypoints.server.metrics import ServingMetrics
 from quire.kvcache.residency import residency_histograms
 from quire.metrics.histogram import Histogram
@@ -20,8 +22,10 @@ from quire.protocol.stats import EngineStats
 
 _CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 _LABELS = ("model_name", "engine")
-# Name, help, and value; or a label, and a value for each of its own.
-_Figure = tuple[str, str, float | tuple[str, Mapping[str, float]]]
+_OF_CACHE = ("block_size", "enable_prefix_caching", "gpu_memory_utilization", "swap_space")  # options, and vLLM's too
+_PREPARING = ("prefix", "disk", "adapter", "grammar", "result", "siblings")  # reasons to wait that are no lack of room
+# Name, help, and value; or a label (or several), and a value for each of its own (or theirs).
+_Figure = tuple[str, str, float | tuple[Sequence[str], Mapping[Any, float]]]
 
 
 def render(sources: "Sequence[Figures]", now: float) -> tuple[bytes, str]:
@@ -57,6 +61,8 @@ class Figures(Collector):
     metrics: ServingMetrics
     stats: Sequence[EngineStats]
     model_name: str
+    config: EngineConfig | None = None  # while it is loaded
+    num_blocks: int = 0  # KV blocks of all engines, which have as many each
 
     def collect(self) -> Iterator[Metric]:
         engines = [(str(rank), stats) for rank, stats in enumerate(self.stats)]
@@ -69,11 +75,12 @@ class Figures(Collector):
             families: dict[str, Any] = {}
             for engine, figures in sources:
                 for name, help, value in figures:
-                    label, values = value if isinstance(value, tuple) else ("", {"": value})
-                    labels = (*_LABELS, label) if label else _LABELS
+                    own, values = value if isinstance(value, tuple) else ((), {(): value})
+                    labels = (*_LABELS, own) if isinstance(own, str) else (*_LABELS, *own)
                     family = families.get(name) or families.setdefault(name, kind(name, help, labels=labels))
                     for shown, figure in values.items():
-                        family.add_metric((self.model_name, engine, shown)[: len(labels)], figure)
+                        told = (shown,) if isinstance(shown, str) else shown
+                        family.add_metric((self.model_name, engine, *told), figure)
             yield from families.values()
         histograms = [(server, histogram) for histogram in self.metrics.histograms]
         histograms += [(engine, histogram) for engine, stats in engines for histogram in _residency(stats)]
@@ -98,10 +105,27 @@ class Figures(Collector):
         if stats.tiers is not None:
             usage = stats.tiers.host_cache_usage_perc
             yield "vllm:cpu_cache_usage_perc", "Share of the host's KV blocks that swapped sequences own.", usage
+        levels = {"awake": 0, "weights_offloaded": 1, "discard_all": 2}
+        states = {name: int(level == self.metrics.sleep_level) for name, level in levels.items()}
+        yield "vllm:engine_sleep_state", "Whether the engine is in it: 1.", ("sleep_state", states)
+        deferred = sum(stats.waiting_reasons.get(reason, 0) for reason in _PREPARING)
+        kinds = {"capacity": stats.num_requests_waiting - deferred, "deferred": deferred}
+        yield "vllm:num_requests_waiting_by_reason", "Those that wait for room, or for another.", ("reason", kinds)
         reasons = "reason", stats.waiting_reasons
         yield "quire:requests_waiting_by_reason", "Sequences that wait, by why.", reasons
         if stats.limits is not None:
             yield "quire:scheduling_policy_info", "The policy; always 1.", ("policy", {stats.limits.policy: 1})
+
+        if self.config is not None:
+            args = self.config.args
+            cache = {name: str(getattr(args, name)) for name in _OF_CACHE} | {"cache_dtype": args.kv_cache_dtype}
+            cache["num_gpu_blocks"] = str(self.num_blocks // len(self.stats))
+            yield "vllm:cache_config_info", "The KV cache; always 1.", ((*cache,), {(*cache.values(),): 1})
+            if args.enable_lora:
+                of_requests = [",".join(sorted(self.metrics.adapters(running))) for running in (True, False)]
+                loras = ("running_lora_adapters", "waiting_lora_adapters", "max_lora")
+                told = {(*of_requests, str(args.max_loras)): time.time()}
+                yield "vllm:lora_requests_info", "Adapters of requests; the time.", (loras, told)
 
     def _server_counters(self) -> Iterator[_Figure]:
         metrics = self.metrics

@@ -69,7 +69,8 @@ class ServerState:
 
     def figures(self) -> list[Figures]:
         """What /metrics shows."""
-        return [Figures(self.metrics, self.engine_stats(), self.model_names[0])]
+        llm = self.llm
+        return [Figures(self.metrics, self.engine_stats(), self.model_names[0], llm.config, llm.num_blocks)]
 
     def card(self, name: str) -> ModelCard:
         """What /v1/models shows of a name."""

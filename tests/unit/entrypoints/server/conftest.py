@@ -10,6 +10,7 @@ import msgspec
 import pytest
 from fastapi.testclient import TestClient
 
+from quire.config.engine_args import EngineArgs
 from quire.engine.observer import Observer
 from quire.entrypoints.server.options import ServerArgs
 from quire.errors import EngineDeadError, InvalidRequestError, RequestFailedError
@@ -61,7 +62,7 @@ class FakeAsyncLLM:
     def __init__(self, tokenizer: Tokenizer) -> None:
         self.tokenizer: Tokenizer | None = tokenizer
         self.model_config = types.SimpleNamespace(max_model_len=1024, vocab_size=4096, generation_defaults={})
-        self.config = types.SimpleNamespace(model=self.model_config, args=types.SimpleNamespace(max_logprobs=20))
+        self.config = types.SimpleNamespace(model=self.model_config, args=EngineArgs())
         self.observer = Observer()
         self.num_blocks = 64
         self.num_unfinished = 3

@@ -11,6 +11,7 @@ from quire.entrypoints.server.history import NUM_SECONDS, quantile
 from quire.entrypoints.server.metrics import ServingMetrics, geometric
 from quire.metrics.histogram import Histogram
 from quire.protocol.stats import EngineStats
+from tests.arrivals import arrive
 
 
 @pytest.fixture
@@ -25,7 +26,7 @@ def tell() -> Callable[..., None]:
 
 def test_what_happens_within_a_second_is_that_seconds(tell: Callable[..., None]) -> None:
     metrics = ServingMetrics()
-    metrics.on_arrival("a", 6, 9, 1, 99.0)
+    arrive(metrics, "a", 6, 9, 1, 99.0)
     tell(metrics, 100.1, running=1, queries=8, hits=2)
     metrics.on_tokens("a", 0, 1, 100.1)
     metrics.on_tokens("a", 0, 1, 100.2)
@@ -45,7 +46,7 @@ def test_what_happens_within_a_second_is_that_seconds(tell: Callable[..., None])
 
 def test_quiet_seconds_are_filled_in(tell: Callable[..., None]) -> None:
     metrics = ServingMetrics()
-    metrics.on_arrival("a", 6, 9, 1, 10.0)
+    arrive(metrics, "a", 6, 9, 1, 10.0)
     metrics.on_tokens("a", 0, 1, 10.0)
     tell(metrics, 10.5, running=3)
     metrics.advance(14.2)
@@ -62,7 +63,7 @@ def test_quiet_seconds_are_filled_in(tell: Callable[..., None]) -> None:
 def test_errors_preemptions_and_times_to_the_first_token_are_a_seconds_own() -> None:
     metrics = ServingMetrics()
     metrics.on_engine_stats(EngineStats(), 10.0)
-    metrics.on_arrival("a", 6, 9, 1, 10.0)
+    arrive(metrics, "a", 6, 9, 1, 10.0)
     metrics.on_engine_stats(EngineStats(3, 5, 0.5, 2, 0, 0, {}), 10.1)
     metrics.on_scheduled("a", 10.2)
     metrics.on_tokens("a", 0, 1, 10.5)

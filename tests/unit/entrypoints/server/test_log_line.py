@@ -5,6 +5,7 @@ import pytest
 from quire.entrypoints.server.log_line import ThroughputLine
 from quire.entrypoints.server.metrics import ServingMetrics
 from quire.protocol.stats import EngineStats
+from tests.arrivals import arrive
 
 
 def stats(running: int = 0, queries: int = 0, hits: int = 0, **reasons: int) -> EngineStats:
@@ -20,7 +21,7 @@ def clock() -> list[float]:
 def test_a_busy_interval(clock: list[float]) -> None:
     metrics = ServingMetrics()
     log = ThroughputLine(metrics, 100.0)
-    metrics.on_arrival("a", 8124, 9, 1, 100.0)
+    arrive(metrics, "a", 8124, 9, 1, 100.0)
     metrics.on_tokens("a", 0, 2510, 105.0)
     clock[0] = 110.0
     assert log.next(stats(12, queries=1000, hits=510, blocks=1, order=2), clock[0]) == (
@@ -43,7 +44,7 @@ def test_silent_when_idle_after_one_last_line(clock: list[float]) -> None:
     assert last is not None
     assert "running 0, waiting 0" in last
     assert log.next(stats(), clock[0]) is None
-    metrics.on_arrival("a", 5, 9, 1, clock[0])
+    arrive(metrics, "a", 5, 9, 1, clock[0])
     metrics.on_tokens("a", 0, 1, clock[0])
     metrics.on_finished("a", ["stop"], 0, clock[0])
     assert log.next(stats(), clock[0]) is not None  # it began and ended between two lines

@@ -8,6 +8,7 @@ import pytest
 from quire.entrypoints.server.history import NUM_SECONDS
 from quire.entrypoints.server.metrics import ServingMetrics, geometric, one_two_five
 from quire.metrics.histogram import Histogram
+from tests.arrivals import arrive
 
 
 def histogram(metrics: ServingMetrics, name: str) -> Histogram:
@@ -21,7 +22,7 @@ def seen(metrics: ServingMetrics, name: str) -> tuple[int, float]:
 
 def test_a_request_with_one_sequence() -> None:
     metrics = ServingMetrics(512)
-    metrics.on_arrival("a", num_prompt_tokens=7, max_tokens=20, n=1, now=10.0)
+    arrive(metrics, "a", num_prompt_tokens=7, max_tokens=20, n=1, now=10.0)
     metrics.on_scheduled("a", 10.5)
     metrics.on_scheduled("a", 11.0)  # back from a preemption
     for now in (12.0, 12.25, 13.0):
@@ -46,7 +47,7 @@ def test_a_request_with_one_sequence() -> None:
 
 def test_sequences_of_one_request_are_timed_apart() -> None:
     metrics = ServingMetrics()
-    metrics.on_arrival("a", 5, 9, n=2, now=0.0)
+    arrive(metrics, "a", 5, 9, n=2, now=0.0)
     metrics.on_scheduled("a", 0.0)
     metrics.on_tokens("a", 0, 1, 1.0)
     metrics.on_tokens("a", 1, 1, 1.0)
@@ -64,7 +65,7 @@ def test_sequences_of_one_request_are_timed_apart() -> None:
 
 def test_a_request_aborted_before_it_ran() -> None:
     metrics = ServingMetrics()
-    metrics.on_arrival("a", 5, 9, 1, now=0.0)
+    arrive(metrics, "a", 5, 9, 1, now=0.0)
     metrics.on_finished("a", ["abort"], 0, now=2.0)
     assert metrics.finished["abort"] == 1
     assert seen(metrics, "e2e_request_latency_seconds") == (1, 2.0)
@@ -75,7 +76,7 @@ def test_a_request_aborted_before_it_ran() -> None:
 
 def test_unknown_requests_change_nothing() -> None:
     metrics = ServingMetrics()
-    metrics.on_arrival("a", 5, 9, 1, 0.0)
+    arrive(metrics, "a", 5, 9, 1, 0.0)
     metrics.on_finished("a", ["stop"], 0, 1.0)
     before = [list(h.counts) for h in metrics.histograms], dict(metrics.finished)
     metrics.on_scheduled("a", 2.0)
@@ -89,7 +90,7 @@ def test_unknown_requests_change_nothing() -> None:
 def test_tokens_of_a_step_are_counted_together() -> None:
     metrics = ServingMetrics()
     for name in "ab":
-        metrics.on_arrival(name, 10, 9, 1, 0.0)
+        arrive(metrics, name, 10, 9, 1, 0.0)
     metrics.on_tokens("a", 0, 1, 1.0)  # with the prompt: 11
     metrics.on_tokens("a", 0, 1, 2.0)
     metrics.on_tokens("b", 0, 1, 2.0)  # 12 in the second step
@@ -104,7 +105,7 @@ def test_memory_is_bounded_by_live_requests() -> None:
     def run(numbers: range) -> None:
         now = itertools.count(1.0, 0.5)
         for number in numbers:
-            metrics.on_arrival(str(number), 5, 9, 1, next(now))
+            arrive(metrics, str(number), 5, 9, 1, next(now))
             metrics.on_tokens(str(number), 0, 1, next(now))
             metrics.on_finished(str(number), ["stop"], 0, next(now))
 

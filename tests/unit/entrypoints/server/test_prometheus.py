@@ -2,15 +2,18 @@
 
 import subprocess
 import sys
+import time
 
 import msgspec
 import pytest
 from prometheus_client import Metric
 from prometheus_client.parser import text_string_to_metric_families
 
+from quire.config.engine_args import EngineArgs
 from quire.entrypoints.server.metrics import ServingMetrics
 from quire.entrypoints.server.prometheus import Figures, render
 from quire.protocol.stats import Counts, EngineStats, Limits, SpeculationStats, TierStats
+from tests.arrivals import arrive
 
 LABELS = {"model_name": 'a "name"\\\n', "engine": "0"}
 # Those of vLLM that its dashboard and the autoscalers read.
@@ -20,7 +23,7 @@ HISTOGRAMS = {
     "request_decode_time_seconds", "request_inference_time_seconds", "request_prompt_tokens",
     "request_generation_tokens", "request_max_num_generation_tokens", "request_params_n", "request_params_max_tokens",
     "iteration_tokens_total", "kv_block_lifetime_seconds", "kv_block_idle_before_evict_seconds",
-    "kv_block_reuse_gap_seconds",
+    "kv_block_reuse_gap_seconds", "request_prefill_kv_computed_tokens",
 }  # fmt: skip
 
 
@@ -28,13 +31,13 @@ HISTOGRAMS = {
 def families() -> dict[str, Metric]:
     """The metrics after one request, read by Prometheus' own parser."""
     metrics = ServingMetrics(100)
-    metrics.on_arrival("a", 60, 30, 1, 0.0)
+    arrive(metrics, "a", 60, 30, 1, 0.0)
     metrics.on_scheduled("a", 0.4)
     metrics.on_tokens("a", 0, 1, 0.5)
     metrics.on_tokens("a", 0, 1, 0.53)
     metrics.on_finished("a", ["length"], 32, 0.6)
     metrics.event_loop_max_stall = 0.125
-    stats = EngineStats(2, 3, 0.5, 7, 60, 32, {"blocks": 1, "order": 2})
+    stats = EngineStats(2, 3, 0.5, 7, 60, 32, {"blocks": 1, "grammar": 2})
     body, content_type = render([Figures(metrics, [stats], LABELS["model_name"])], now=200.0)
     assert content_type.startswith("text/plain; version=0.0.4")
     return {family.name: family for family in text_string_to_metric_families(body.decode())}
@@ -50,7 +53,9 @@ def test_gauges_and_counters(families: dict[str, Metric]) -> None:
     assert value(families, "vllm:num_requests_running") == 2
     assert value(families, "vllm:num_requests_waiting") == 3
     assert value(families, "vllm:kv_cache_usage_perc") == 0.5
-    assert value(families, "quire:requests_waiting_by_reason", reason="order") == 2
+    assert value(families, "quire:requests_waiting_by_reason", reason="grammar") == 2
+    by_reason = "vllm:num_requests_waiting_by_reason"
+    assert [value(families, by_reason, reason=reason) for reason in ("capacity", "deferred")] == [1, 2]
     assert value(families, "quire:event_loop_max_stall_seconds") == 0.125
     for name, expected in {
         "prompt_tokens": 60, "prompt_tokens_cached": 32, "generation_tokens": 2, "prefix_cache_queries": 60,
@@ -165,3 +170,31 @@ def test_several_engines_have_a_label_each_and_the_server_none() -> None:
     assert samples["vllm:generation_tokens_total", ""] == 0
     assert ("vllm:generation_tokens_total", "0") not in samples
     assert 'quire:requests_waiting_by_reason{engine="1",model_name="m",reason="blocks"} 2.0' in text
+
+
+def test_the_cache_and_adapters_by_their_labels() -> None:
+    metrics, now = ServingMetrics(100), time.time()
+    for request_id, adapter in (("a", "one"), ("b", "two"), ("c", "one"), ("d", "")):
+        arrive(metrics, request_id, 5, 9, 1, 0.0, adapter)
+    metrics.on_scheduled("b", 0.5)
+    args = EngineArgs("demo", enable_lora=True, max_loras=3, gpu_memory_utilization=0.5)
+    body, _ = render([Figures(metrics, [EngineStats()], "m", args.resolve(), 96)], 1.0)
+    families = {family.name: family for family in text_string_to_metric_families(body.decode())}
+    (cache,), (loras,) = families["vllm:cache_config_info"].samples, families["vllm:lora_requests_info"].samples
+    facts = {"block_size": "32", "num_gpu_blocks": "96", "enable_prefix_caching": "True", "cache_dtype": "auto"}
+    facts |= {"gpu_memory_utilization": "0.5", "swap_space": "None", "model_name": "m", "engine": "0"}
+    assert (cache.labels, cache.value) == (facts, 1)
+    counted = {"max_lora": "3", "running_lora_adapters": "two", "waiting_lora_adapters": "one"}
+    assert loras.labels == {"model_name": "m", "engine": "0", **counted}
+    assert now <= loras.value <= time.time()
+
+
+def test_sleep() -> None:
+    metrics = ServingMetrics(100)
+    for level, name in enumerate(("awake", "weights_offloaded", "discard_all")):
+        metrics.sleep_level = level
+        body, _ = render([Figures(metrics, [EngineStats()], "m")], 1.0)
+        families = {family.name: family for family in text_string_to_metric_families(body.decode())}
+        states = {sample.labels["sleep_state"]: sample.value for sample in families["vllm:engine_sleep_state"].samples}
+        assert len(states) == 3
+        assert [state for state, told in states.items() if told] == [name]

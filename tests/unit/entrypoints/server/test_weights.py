@@ -22,8 +22,11 @@ def test_an_engine_sleeps_and_wakes_up(keyed: TestClient, async_llm: Any) -> Non
     assert keyed.get("/is_sleeping").json() == {"is_sleeping": False}
     assert keyed.post("/sleep?level=2").json() == {"is_sleeping": True}
     assert async_llm.slept == [2]
+    assert 'sleep_state="discard_all"} 1.0' in keyed.get("/metrics").text
     assert keyed.post("/wake_up?tags=weights").json() == {"is_sleeping": True}
+    assert 'sleep_state="discard_all"} 1.0' in keyed.get("/metrics").text
     assert keyed.post("/wake_up?tags=weights&tags=kv_cache").json() == {"is_sleeping": False}
+    assert 'sleep_state="awake"} 1.0' in keyed.get("/metrics").text
     assert keyed.post("/sleep").json() == {"is_sleeping": True}
     assert keyed.post("/wake_up").json() == {"is_sleeping": False}
 
