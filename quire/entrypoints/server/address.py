@@ -99,6 +99,9 @@ def ssl_context(args: ServerArgs) -> ssl.SSLContext | None:
     """
     if args.ssl_certfile is None:
         return None
+    for name in ("ssl_certfile", "ssl_keyfile", "ssl_ca_certs"):
+        if (path := getattr(args, name)) and not os.access(path, os.R_OK):
+            raise ConfigError(f"{name} {path!r} is not there, or can't be read by this user; name a PEM file.")
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
     try:
         context.load_cert_chain(args.ssl_certfile, args.ssl_keyfile)

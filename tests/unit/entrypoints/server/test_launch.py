@@ -411,8 +411,10 @@ def test_https(make_state: State, tmp_path: Path) -> None:
     assert older == {"ECDHE-ECDSA-AES256-GCM-SHA384"}
     with pytest.raises(ConfigError, match="or ssl_ciphers can't be used: .*No cipher can be selected"):
         ssl_context(ServerArgs(ssl_keyfile=key, ssl_certfile=certificate, ssl_ciphers="none such"))
-    with pytest.raises(ConfigError, match="No such file"):
-        ssl_context(ServerArgs(ssl_keyfile=key, ssl_certfile=str(tmp_path / "gone")))
+    given = {"ssl_keyfile": key, "ssl_certfile": certificate, "ssl_ca_certs": certificate}
+    for name in given:
+        with pytest.raises(ConfigError, match=f"^{name} '.*/gone' is not there, or can't be read by this user; name a"):
+            ssl_context(ServerArgs(**given | {name: str(tmp_path / "gone")}))
 
 
 def test_chat_templates(tmp_path: Path) -> None:
