@@ -14,7 +14,7 @@ from quire.entrypoints.server.responses_request import ResponsesRequest
 from quire.entrypoints.server.responses_service import ResponsesService
 from quire.entrypoints.server.sse import CONTENT_TYPES, EventStream, respond
 from quire.entrypoints.server.state import get_state
-from quire.errors import InvalidRequestError
+from quire.errors import InvalidRequestError, NotYetSupportedError
 
 router = APIRouter(route_class=JsonRoute)
 
@@ -38,6 +38,13 @@ async def count_input_tokens(body: ResponsesRequest, request: Request, service: 
     """The tokens of such an input."""
     turn, _ = await service.read(body, identify(request.scope).decode("latin-1"), client_of(request.scope), True)
     return {"object": "response.input_tokens", "input_tokens": len(turn.prompts[0].token_ids)}
+
+
+@router.post(f"{PATH}/compact", include_in_schema=False)
+async def compact() -> None:
+    """Not here."""
+    remedy = "'truncation': 'auto' in a request drops the oldest turns of a long conversation"
+    raise NotYetSupportedError(f"{PATH}/compact is not supported: {remedy}.")
 
 
 @router.get(f"{PATH}/{{response_id}}", tags=["responses"], responses=CONTENT_TYPES)

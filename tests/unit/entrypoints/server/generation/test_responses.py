@@ -404,3 +404,9 @@ def test_refusals(shared_client: TestClient, openai_errors: Callable[..., list[s
         assert answer.json()["error"]["param"] == param
         assert openai_errors("ErrorResponse", answer.json()) == []
     assert text_of(post(shared_client)) == TEXT
+
+
+def test_compaction_is_refused(client: TestClient) -> None:
+    answer = client.post("/v1/responses/compact", json={"model": "demo", "input": "Hi"})
+    assert answer.status_code == 400
+    assert "/v1/responses/compact is not supported: 'truncation': 'auto'" in answer.json()["error"]["message"]
