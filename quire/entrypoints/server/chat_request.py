@@ -25,7 +25,20 @@ class ChatMessage(Fields):
 Messages = Annotated[list[ChatMessage], Field(fail_fast=True, min_length=1, max_length=MAX_PARTS)]
 
 
-class ChatCompletionRequest(GenerationRequest):
+class Templated(Fields):
+    """How the template writes a conversation."""
+
+    add_generation_prompt: bool | None = None
+    """Open the assistant's turn; by default so in chat, unless continue_final_message is true."""
+    continue_final_message: bool | None = None
+    """Go on with the last message."""
+    chat_template: str | None = None
+    """Only where the server is told to trust requests' templates."""
+    chat_template_kwargs: dict[str, Any] | None = None
+    """Further variables for the template."""
+
+
+class ChatCompletionRequest(GenerationRequest, Templated):
     """A conversation to answer."""
 
     messages: Messages
@@ -38,14 +51,6 @@ class ChatCompletionRequest(GenerationRequest):
     """Only with logprobs; -1: the vocabulary."""
 
     # The template.
-    add_generation_prompt: bool | None = None
-    """True by default, unless continue_final_message is."""
-    continue_final_message: bool | None = None
-    """Go on with the last message."""
-    chat_template: str | None = None
-    """Only where the server is told to trust requests' templates."""
-    chat_template_kwargs: dict[str, Any] | None = None
-    """Further variables for the template."""
     documents: Objects | None = None
     """For the template."""
     tools: Objects | None = None

@@ -39,10 +39,13 @@ def read_prompts(value: Any) -> list[str] | list[list[int]]:
     return prompts
 
 
+Prompts = Annotated[list[str] | list[list[int]], PlainValidator(read_prompts, json_schema_input_type=PromptSchema)]
+
+
 class CompletionRequest(GenerationRequest):
     """A prompt, or several, to go on with."""
 
-    prompt: Annotated[list[str] | list[list[int]], PlainValidator(read_prompts, json_schema_input_type=PromptSchema)]
+    prompt: Prompts
     max_tokens: int | None = Field(None, ge=0)
     """16 by default; 0 only with echo."""
     logprobs: int | None = Field(None, ge=-1)

@@ -2,16 +2,22 @@
 
 from typing import Annotated, Literal
 
-from pydantic import Field, PlainValidator
+from pydantic import ConfigDict, Field
 
-from quire.entrypoints.server.completion_request import PromptSchema, read_prompts
+from quire.entrypoints.server.chat_request import Messages, Templated
+from quire.entrypoints.server.completion_request import Prompts
+from quire.entrypoints.server.info_requests import EITHER_INPUT
 from quire.entrypoints.server.requests_common import AnyRequest, refuse
 
 
-class EmbeddingRequest(AnyRequest):
-    """One or more texts, or lists of token ids, each to become a vector."""
+class EmbeddingRequest(AnyRequest, Templated):
+    """One or more texts, or lists of token ids, each to become a vector; or a conversation, to become one."""
 
-    input: Annotated[list[str] | list[list[int]], PlainValidator(read_prompts, json_schema_input_type=PromptSchema)]
+    model_config = ConfigDict(json_schema_extra=EITHER_INPUT)
+
+    input: Prompts = []
+    messages: Messages = []
+    """A conversation, whose text the template writes; without the assistant's turn by default."""
     encoding_format: Literal["float", "base64"] | None = None
     """base64: of 32-bit floats, the lowest byte first."""
     dimensions: int | None = Field(None, ge=1)
@@ -21,7 +27,7 @@ class EmbeddingRequest(AnyRequest):
     use_activation: bool | None = None
     """vLLM's newer name of the same."""
     add_special_tokens: bool | None = None
-    """By default true."""
+    """By default true for input, false for messages."""
     truncate_prompt_tokens: int | None = Field(None, ge=-1)
     """Keep the last k; -1: what the context holds."""
     priority: int | None = Field(None, ge=-(2**63), le=2**63 - 1)

@@ -9,14 +9,20 @@ from quire.entrypoints.server.chat_request import Messages
 from quire.entrypoints.server.requests_common import Objects
 from quire.errors import InvalidRequestError
 
-EITHER: JsonDict = {"oneOf": [{"required": ["prompt"]}, {"required": ["messages"]}]}  # of a body's schema
+# Of a body's schema.
+EITHER: JsonDict = {"oneOf": [{"required": ["prompt"]}, {"required": ["messages"]}]}
+EITHER_INPUT: JsonDict = {"oneOf": [{"required": ["input"]}, {"required": ["messages"]}]}
 TokenId = Annotated[int, Field(ge=0, lt=2**32, strict=True)]
 
 
-def is_chat(body: BaseModel) -> bool:
-    """Whether a body that has either prompt or messages has messages; InvalidRequestError where it has both or none."""
-    if len(given := {"prompt", "messages"} & body.model_fields_set) != 1:
-        raise InvalidRequestError("give either prompt or messages.", "prompt")
+def is_chat(body: BaseModel, other: str = "prompt") -> bool:
+    """Whether a body that has either messages or what `other` names has messages.
+
+    Raises:
+        InvalidRequestError: it has both, or neither.
+    """
+    if len(given := {other, "messages"} & body.model_fields_set) != 1:
+        raise InvalidRequestError(f"give either {other} or messages.", other)
     return "messages" in given
 
 

@@ -1,4 +1,4 @@
-"""The dialect of /v1/embeddings: texts or token ids in, vectors out; Ollama's and llama.cpp's routes are read as it.
+"""The dialect of /v1/embeddings: texts, ids or messages in, vectors out; for Ollama's and llama.cpp's routes, too.
 
 `EventService` calls it. A request that pools goes the way of all others, and brings one output.
 """
@@ -17,8 +17,10 @@ from quire.entrypoints.server.dialects.through_chat import validated
 from quire.entrypoints.server.embedding_request import EmbeddingRequest
 from quire.entrypoints.server.errors import ErrorInfo
 from quire.entrypoints.server.event_service import Event, EventWriter
+from quire.entrypoints.server.info_requests import is_chat
 from quire.entrypoints.server.llama_requests import LlamaEmbeddingRequest, prompts_of
 from quire.entrypoints.server.ollama_requests import OllamaEmbedRequest
+from quire.entrypoints.server.prompts import conversation_text
 from quire.entrypoints.server.requests_common import AnyRequest
 from quire.entrypoints.server.sampling import client_name, named
 from quire.entrypoints.server.service import TurnRequest
@@ -28,7 +30,7 @@ from quire.errors import NotYetSupportedError
 from quire.pooling_params import PoolingParams
 from quire.protocol.requests import Terms
 
-_NAMES = {"prompt": "input"}  # what the engine's parameters are called in the body
+_TURNS = ("add_generation_prompt", "continue_final_message")  # here off by default
 
 
 async def read_embedding(
@@ -40,17 +42,24 @@ async def read_embedding(
         raise NotYetSupportedError("vectors of prompt adapters are not supported: they are trained to write.")
     wanted = PoolingParams(body.truncate_prompt_tokens, body.dimensions, body.normalize, body.use_activation)
     params = wanted.sampling_params(state.llm.config.model.hidden_size)
-    state.llm.check_room(len(body.input))
+    of_chat, texts = is_chat(body, "input"), body.input
+    names = {"prompt": "messages" if of_chat else "input"}  # what the engine's parameters are called in the body
+    special = not of_chat if body.add_special_tokens is None else body.add_special_tokens
+    if of_chat:
+        turns: dict[str, Any] = {name: bool(getattr(body, name)) for name in _TURNS}
+        turns |= {"chat_template": body.chat_template, "chat_template_kwargs": body.chat_template_kwargs}
+        texts = [await conversation_text(state, [dict(message) for message in body.messages], **turns)]
+    state.llm.check_room(len(texts))
     prompts = []
-    for text in body.input:
-        with named(_NAMES):
-            prepared = await state.llm.prepare(text, params, body.add_special_tokens is not False)
+    for text in texts:
+        with named(names):
+            prepared = await state.llm.prepare(text, params, special)
         prompts.append(replace(prepared, pools=True))
         await asyncio.sleep(0)  # many short texts take long together
     terms = Terms(body.priority or 0, client_name(body.user))
     check_terms(terms, state.llm.limits.policy)
     turn = Turn(len(prompts), 1, Rules(no_tokens=True))
-    request = TurnRequest(request_id, prompts, params, terms, adapter, _NAMES)
+    request = TurnRequest(request_id, prompts, params, terms, adapter, names)
     return request, EmbeddingWriter(body, f"embd-{request_id}", model, wanted, turn)
 
 

@@ -32,6 +32,28 @@ def test_openais_form(server: Any, client: TestClient) -> None:
     assert bare["data"][0]["embedding"] == pytest.approx([0.6, 0.8])
 
 
+def test_a_conversation_as_a_vector(server: Any, client: TestClient) -> None:
+    messages = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Ho"}]
+    encode = server.core.tokenizer.encode
+
+    def prompt(**body: Any) -> list[int]:
+        assert len(post(client, "/v1/embeddings", messages=messages, **body)["data"]) == 1
+        return server.core.requests[-1].prompt_token_ids
+
+    def rendered(opens: bool) -> str:
+        return server.core.tokenizer.apply_chat_template(messages, add_generation_prompt=opens, tokenize=False)
+
+    assert prompt() == encode(rendered(False), False)
+    assert prompt(add_generation_prompt=True) == encode(rendered(True), False)
+    assert prompt(add_special_tokens=True) == encode(rendered(False))
+    assert prompt(continue_final_message=True) == encode(rendered(False).removesuffix("<|end|>"), False)
+    for body in ({"messages": messages, "input": "a"}, {}):
+        answer = client.post("/v1/embeddings", json=body)
+        assert answer.json()["error"] | {"code": None} == {
+            "message": "give either input or messages.", "type": "invalid_request_error", "param": "input", "code": None
+        }  # fmt: skip
+
+
 def test_cuts(server: Any, client: TestClient) -> None:
     post(client, "/v1/embeddings", input=[[*range(1, 9)]], truncate_prompt_tokens=3)
     assert server.core.requests[-1].prompt_token_ids == [6, 7, 8]
@@ -59,7 +81,8 @@ def test_llama_cpps_form(server: Any, client: TestClient) -> None:
 @pytest.mark.parametrize(
     ("path", "body", "shown"),
     [
-        ("/v1/embeddings", {}, "input: Field required"),
+        ("/v1/embeddings", {"messages": []}, "messages: List should have at least 1 item"),
+        ("/v1/embeddings", {"messages": [{"role": "user"}], "chat_template": "x"}, "takes no chat_template from"),
         ("/v1/embeddings", {"input": []}, "input: must be a text, a list of texts"),
         ("/v1/embeddings", {"input": ["a", 1]}, "input: prompt 1 is of another kind"),
         ("/v1/embeddings", {"input": [99999999]}, "is out of the vocabulary"),
