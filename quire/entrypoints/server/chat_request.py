@@ -63,6 +63,8 @@ class ChatCompletionRequest(GenerationRequest, Templated):
     """Most tokens of the thought; needs a server that tells thoughts apart."""
     reasoning_effort: str | None = None
     """For a template that has such a variable."""
+    include_reasoning: bool | None = None
+    """False: thoughts are left out, though their tokens are counted, and shown where logprobs or ids are asked for."""
     verbosity: str | None = None
     """For a template that has such a variable."""
 

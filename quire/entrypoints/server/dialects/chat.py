@@ -113,7 +113,7 @@ class ChatWriter:
         self._echo = _text_of_content(last.content) if body.echo and last.role == self._role else ""
 
     def chunk(self, delta: Delta) -> Struct:
-        finish, content = delta.finish, _delta_of(delta.events)
+        finish, content = delta.finish, _delta_of(delta.events, self._body.include_reasoning is not False)
         if delta.begins:
             content.role = self._role
             content.content = self._echo or None if content.content is UNSET else self._echo + (content.content or "")
@@ -135,7 +135,8 @@ class ChatWriter:
         return responses.ChatChunk(*self._head, [], Usage.of(self.turn))
 
     def choice(self, delta: Delta) -> responses.ChatChoice:
-        message, finish = _message_of(delta.events, self._role, self._echo), delta.finish
+        shown = _delta_of(delta.events, self._body.include_reasoning is not False)
+        message, finish = _message_of(shown, self._role, self._echo), delta.finish
         assert finish is not None, "a whole choice has finished"
         choice = responses.ChatChoice(delta.index, message, self.logprobs(delta), finish.reason, finish.stop_reason)
         if self._body.return_token_ids:
@@ -175,7 +176,7 @@ class ChatWriter:
         return responses.TopLogprob(token_name(token_id, text, self._as_ids), bounded(entry.logprob), given)
 
 
-def _delta_of(events: Sequence[ContentEvent]) -> responses.ChatDelta:
+def _delta_of(events: Sequence[ContentEvent], thoughts: bool) -> responses.ChatDelta:
     """One chunk's news: text, thoughts, and for each call that it touches one entry."""
     if not events:
         return responses.ChatDelta("")
@@ -184,7 +185,7 @@ def _delta_of(events: Sequence[ContentEvent]) -> responses.ChatDelta:
         match event:
             case TextDelta(text):
                 delta.content = (delta.content or "") + text
-            case ReasoningDelta(text):
+            case ReasoningDelta(text) if thoughts:
                 delta.reasoning = delta.reasoning_content = (delta.reasoning or "") + text
             case ToolCallStart(number, id, name):
                 pieces[number] = responses.ToolCallPiece(number, id, "function", CalledFunction(name))
@@ -197,8 +198,7 @@ def _delta_of(events: Sequence[ContentEvent]) -> responses.ChatDelta:
     return delta
 
 
-def _message_of(events: Sequence[ContentEvent], role: str, echo: str) -> responses.ChatMessage:
-    delta = _delta_of(events)
+def _message_of(delta: responses.ChatDelta, role: str, echo: str) -> responses.ChatMessage:
     message = responses.ChatMessage(role, echo + (delta.content or ""))
     if delta.reasoning:
         message.reasoning = message.reasoning_content = delta.reasoning

@@ -26,6 +26,9 @@ MESSAGES: dict[str, Any] = {
 }
 
 
+THOUGHTS = ("reasoning", "reasoning_content")
+
+
 @pytest.fixture
 def server(make_server: Callable[..., Any]) -> Any:
     server = make_server(tool_call_parser="hermes", reasoning_parser="qwen3")
@@ -208,3 +211,17 @@ def test_thinking_and_effort_are_asked_for_by_name(client: TestClient, make_serv
             assert refused.json()["error"]["message"].startswith("thinking.budget_tokens needs a model")
         ignored = plain.post("/v1/responses", json={"input": "Hi", "reasoning": {"effort": "high"}})
         assert (ignored.status_code, "'reasoning.effort'" in ignored.headers["x-quire-warnings"]) == (200, True)
+
+
+def test_thoughts_that_are_not_to_be_told(client: TestClient) -> None:
+    asked: dict[str, Any] = {"messages": MESSAGES["messages"]}
+    told, kept = (post(client, "/v1/chat/completions", **asked, include_reasoning=b) for b in (True, False))
+    assert told["choices"][0]["message"]["reasoning"]
+    assert kept["choices"][0]["message"] == told["choices"][0]["message"] | dict.fromkeys(THOUGHTS)
+    assert kept["usage"] == told["usage"]
+    answer = client.post("/v1/chat/completions", json=asked | {"include_reasoning": False, "stream": True})
+    assert "x-quire-warnings" not in answer.headers
+    chunks = [json.loads(block.removeprefix("data: ")) for block in answer.text.split("\n\n")[:-2]]
+    deltas = [chunk["choices"][0]["delta"] for chunk in chunks]
+    assert not any(delta.get(name) for delta in deltas for name in THOUGHTS)
+    assert "".join(delta.get("content") or "" for delta in deltas) == kept["choices"][0]["message"]["content"]
