@@ -13,6 +13,7 @@ from quire.entrypoints.cli.files import OutputFile, read_prompts, write_figures
 from quire.entrypoints.cli.flags import add_counts, add_engine_flags, add_option_flags, options_given, positive_int
 from quire.entrypoints.cli.load.options import LoadArgs
 from quire.entrypoints.cli.session import load, random_prompts
+from quire.errors import ConfigError
 from quire.sampling_params import SamplingParams
 
 if TYPE_CHECKING:
@@ -33,8 +34,10 @@ def add_latency_flags(parser: ArgumentParser) -> None:
 
 def add_throughput_flags(parser: ArgumentParser) -> None:
     """The flags of `quire bench throughput`."""
-    help_text = 'prompts instead of random ones: text, one a line, or .jsonl of {"prompt": ..., "max_tokens": ...}'
-    parser.add_argument("--dataset", metavar="FILE", help=help_text)
+    help_text = 'prompts instead of random ones: text, one a line, .jsonl of {"prompt": ..., "max_tokens": ...}, or '
+    help_text += "ShareGPT's .json of conversations"
+    parser.add_argument("--dataset", "--dataset-path", metavar="FILE", help=help_text)
+    parser.add_argument("--dataset-name", choices=["random", "custom", "sharegpt"], help="what --dataset holds")
     help_text = "requests (default: 100, or all of the dataset)"
     parser.add_argument("--num-prompts", type=positive_int, metavar="N", help=help_text)
     _add_shape_flags(parser, input_len=64, output_len=64)
@@ -80,6 +83,8 @@ def run_latency(namespace: Namespace) -> None:
 def run_throughput(namespace: Namespace) -> None:
     """Give the engine all requests at once and time it until the last is done."""
     requests: list[tuple[Any, int]] = []
+    if (name := namespace.dataset_name) and (name == "random") is bool(namespace.dataset):
+        raise ConfigError(f"--dataset-name {name} {'takes no' if namespace.dataset else 'needs a'} --dataset-path.")
     if namespace.dataset:
         read = read_prompts(namespace.dataset, "--dataset", namespace.num_prompts, namespace.output_len)
         requests = [(prompt if isinstance(prompt, str) else {"prompt_token_ids": prompt}, n) for prompt, n in read]

@@ -2,6 +2,7 @@
 
 import json
 import os
+import random
 import sys
 from argparse import ArgumentTypeError
 from collections.abc import Mapping
@@ -39,22 +40,45 @@ class _Prompt(msgspec.Struct):
     max_tokens: int | None = None
 
 
-def read_prompts(path: str, flag: str, count: int | None, max_tokens: int) -> list[tuple[str | list[int], int]]:
-    """The first `count` prompts of a file, with the number of tokens to generate for each.
+class _Said(msgspec.Struct):
+    value: str
 
-    A .jsonl file holds `{"prompt": ..., "max_tokens": ...}` a line, any other a prompt a line; `max_tokens` is for
-    those that do not say.
+
+class _Conversation(msgspec.Struct):
+    conversations: list[_Said] = []
+
+
+def read_prompts(path: str, flag: str, count: int | None, max_tokens: int) -> list[tuple[Any, int]]:
+    """The first `count` prompts of a file, texts or token ids, with the number of tokens to generate for each.
+
+    A .jsonl file holds `{"prompt": ..., "max_tokens": ...}` a line, a .json file ShareGPT's conversations, any other a
+    prompt a line; `max_tokens` is for those that do not say.
 
     Raises:
         ConfigError: the file can't be read, a line is not understood, or there is none.
     """
-    lines = [line for line in read_text(path, flag).splitlines() if line.strip()][:count]
-    if not lines:
+    text = read_text(path, flag)
+    if path.endswith(".json"):
+        prompts = _sharegpt(decode_record(text, list[_Conversation], f"{flag} {path}"))
+    else:
+        prompts = [(line, max_tokens) for line in text.splitlines() if line.strip()]
+    if not (prompts := prompts[:count]):
         raise ConfigError(f"{flag} {path} holds no prompt.")
     if not path.endswith(".jsonl"):
-        return [(line, max_tokens) for line in lines]
-    records = [decode_record(line, _Prompt, f"{flag} {path}, record {n}") for n, line in enumerate(lines, start=1)]
+        return prompts
+    records = [decode_record(line, _Prompt, f"{flag} {path}, record {n}") for n, (line, _) in enumerate(prompts, 1)]
     return [(record.prompt, record.max_tokens or max_tokens) for record in records]
+
+
+def _sharegpt(conversations: list[_Conversation]) -> list[tuple[Any, int]]:
+    """Questions, in an order drawn once and for all, with the tokens of their replies, of four characters each.
+
+    vLLM's benchmarks leave the same ones out, as too short or too long.
+    """
+    random.Random(0).shuffle(conversations)
+    pairs = [each.conversations[:2] for each in conversations if len(each.conversations) > 1]
+    sized = [(question.value, len(question.value) // 4, len(reply.value) // 4) for question, reply in pairs]
+    return [(one, out) for one, num, out in sized if 4 <= num <= 1024 and out >= 4 and num + out <= 2048]
 
 
 class OutputFile(str):

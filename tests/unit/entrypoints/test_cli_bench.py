@@ -55,6 +55,35 @@ def test_bench_throughput_random(fake_llm: Any, tmp_path: Path, capsys: pytest.C
     assert fake_llm.made[0].args.enable_prefix_caching
 
 
+def test_bench_throughput_of_sharegpt(fake_llm: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "ShareGPT_V3.json"
+    talks = [(f"Question {number}, of more than 4 tokens", "y" * 4 * number) for number in range(10)]
+    talks += [("Hi", "y" * 40), ("x" * 4100, "y" * 40), ("x" * 4000, "y" * 4200)]
+    rows: list[Any] = [
+        {"conversations": [{"from": "human", "value": a}, {"from": "gpt", "value": b}]} for a, b in talks
+    ]
+    path.write_text(json.dumps([*rows, {"id": "empty", "conversations": []}]))
+    command = ["bench", "throughput", "--dataset-name", "sharegpt", "--dataset-path", str(path)]
+    assert main(command) == 0
+    ((prompts, params),) = fake_llm.made[0].calls
+    lengths = {prompt: one.max_tokens for prompt, one in zip(prompts, params, strict=True)}
+    assert lengths == {question: number for number, (question, _) in enumerate(talks[:10]) if number >= 4}
+    assert prompts != sorted(prompts)
+    assert main([*command, "--num-prompts", "2"]) == 0
+    assert fake_llm.made[1].calls[0][0] == prompts[:2]
+    for text in ("{}", "[]"):
+        path.write_text(text)
+        assert main(command) == 2
+    assert main(command[:-2]) == main(["bench", "throughput", "--dataset-name", "random", *command[-2:]]) == 2
+    errors = capsys.readouterr().err
+    for shown in (
+        "ShareGPT_V3.json: Expected `array`",
+        "sharegpt needs a --dataset-path",
+        "random takes no --dataset-p",
+    ):
+        assert shown in errors
+
+
 def test_bench_throughput_of_a_dataset(fake_llm: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     lines = [{"prompt": "a", "max_tokens": 2}, {"prompt": [4, 5]}, {"prompt": "c", "other": 1}]
     (tmp_path / "d.jsonl").write_text("\n".join(map(json.dumps, lines)))

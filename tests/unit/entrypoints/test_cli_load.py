@@ -238,3 +238,14 @@ def test_any_run_can_be_drawn(runs: list[tuple[float, float, float, bool]]) -> N
     drawing = plot.render(outcomes, figures, facts)
     assert ElementTree.fromstring(drawing).get("role") == "img"
     assert not {"nan", "inf", "href"} & set(drawing.lower().replace('"', " ").split())
+
+
+def test_questions_of_sharegpt(tmp_path: Path) -> None:
+    path = tmp_path / "talks.json"
+    path.write_text(
+        '[{"conversations": [{"from": "human", "value": "A question of more than four tokens"}, '
+        '{"from": "gpt", "value": "A reply of thirty-two characters"}]}]'
+    )
+    args = LoadArgs(dataset_name="sharegpt", dataset_path=str(path))
+    (request,) = workload.make_requests(args, None, None)
+    assert (request.prompt, request.max_tokens) == ("A question of more than four tokens", 8)

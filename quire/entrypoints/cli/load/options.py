@@ -13,7 +13,7 @@ from quire.config.options import check_options, option
 from quire.entrypoints.cli.files import OutputFile
 from quire.errors import ConfigError
 
-_RANDOM, _TRACE, _FILE = ("random",), ("trace",), ("trace", "custom")
+_RANDOM, _TRACE, _FILE = ("random",), ("trace",), ("trace", "custom", "sharegpt")
 
 
 @dataclass(frozen=True)
@@ -32,14 +32,16 @@ class LoadArgs:
     """Path that requests go to; /v1/completions or /v1/chat/completions by default, as the backend says."""
     model: str | None = option(None)
     """Model to ask for; the server's first by default."""
+    tokenizer: str | None = option(None)
+    """Of no effect, and taken as vLLM's scripts give it: the server tokenizes, and its counts are shown."""
     api_key: str | None = option(None)
     """Key; $QUIRE_API_KEY or else $OPENAI_API_KEY by default."""
 
-    dataset_name: Literal["random", "trace", "custom"] = option("random")
+    dataset_name: Literal["random", "trace", "custom", "sharegpt"] = option("random")
     """Where prompts come from."""
     dataset_path: str | None = option(None, datasets=_FILE)
     """A trace: CSV with TIMESTAMP,ContextTokens,GeneratedTokens, or Mooncake's JSON lines. Or custom prompts: text, one
-    a line, or .jsonl of {"prompt": ..., "max_tokens": ...}."""
+    a line, or .jsonl of {"prompt": ..., "max_tokens": ...}. Or ShareGPT's .json of conversations."""
     num_prompts: int | None = option(None, 1)
     """Requests; 1000 random ones, or all of the file, by default."""
     random_input_len: int | None = option(None, 1, datasets=_RANDOM)

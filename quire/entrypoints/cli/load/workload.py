@@ -51,7 +51,7 @@ class Shape:
 def make_requests(args: LoadArgs, vocab_size: int | None, max_model_len: int | None) -> list[Request]:
     """All requests of a run, of token ids below `vocab_size` or, where that is None, of words."""
     path, output_len = args.dataset_path or "", args.random_output_len or _OUTPUT_LEN
-    if args.dataset_name == "custom":
+    if args.dataset_name in ("custom", "sharegpt"):
         requests = [Request(*each) for each in read_prompts(path, "--dataset-path", args.num_prompts, output_len)]
     elif args.dataset_name == "trace":
         shapes = read_trace(path, args.num_prompts, args.trace_scale or 1.0)
