@@ -100,6 +100,18 @@ def test_abort_ends_with_one_final_output(engine: LLMEngine) -> None:
     assert "waiting" not in found or all(c.finish_reason == "abort" for c in found["waiting"][-1].outputs)
 
 
+def test_an_id_is_in_use_until_its_final_output_was_returned(engine: LLMEngine) -> None:
+    engine.add_request("a", PROMPT, params())
+    engine.abort_request("a")
+    with pytest.raises(InvalidRequestError, match="request_id 'a' is in use") as error:
+        engine.add_request("a", "Another prompt", params(max_tokens=3))
+    assert error.value.param == "request_id"
+    assert drain(engine)["a"][-1].prompt == PROMPT
+    engine.add_request("a", "Another prompt", params(max_tokens=3))
+    final = drain(engine)["a"][-1]
+    assert (final.prompt, final.outputs[0].finish_reason) == ("Another prompt", "length")
+
+
 def test_stop_string_ends_the_sequence_in_the_scheduler_too(engine: LLMEngine) -> None:
     engine.add_request("free", PROMPT, params(temperature=0))
     text = drain(engine)["free"][-1].outputs[0].text
