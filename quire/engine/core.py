@@ -105,8 +105,7 @@ class EngineCore:
         if self._asleep:
             raise OverloadedError(f"the engine sleeps (without {', '.join(sorted(self._asleep))}); wake it up first.")
         self.scheduler.add(request, self.clock())
-        if request.adapter is not None:
-            self.places.add(request.request_id, request.adapter)
+        self.places.add(request.request_id, request.adapter)
 
     def abort(self, request_id: str) -> list[SequenceOutput]:
         """End a request now; returns the final output of each sequence that was not finished."""

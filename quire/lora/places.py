@@ -26,7 +26,7 @@ class AdapterPlaces:
         self.num_places, self._is_live = num_places, is_live
         self._free = [*range(num_places)]
         self._places: dict[int, int] = {}  # adapter -> its place; the one unused for longest first
-        self._users: dict[int, list[str]] = {}  # adapter in a place -> requests that run with it, or did
+        self._users: dict[int, set[str]] = {}  # adapter in a place -> requests that run with it, or did
         self.loading: dict[int, AdapterRef] = {}
         self.awaiting: dict[str, AdapterRef] = {}
         self._num_passes = 0
@@ -36,13 +36,13 @@ class AdapterPlaces:
         """Adapters to be loaded, and the place of each."""
         return [(self._places[own], ref) for own, ref in self.loading.items()]
 
-    @property
-    def _is_crowded(self) -> bool:
-        return self._num_passes >= _MOST_PASSES
-
-    def add(self, request_id: str, ref: AdapterRef) -> None:
-        """A request has come; `take` says when it may go on."""
-        self.awaiting[request_id] = ref
+    def add(self, request_id: str, ref: AdapterRef | None) -> None:
+        """A request has come; `take` says when it may go on, if it is to run with an adapter."""
+        self.awaiting.pop(request_id, None)  # an earlier one that had its id, and has ended
+        for own, users in self._users.items():
+            self._users[own] = {name for name in users if name != request_id and self._is_live(name)}
+        if ref is not None:
+            self.awaiting[request_id] = ref
 
     def take(self, ready: Iterable[int] = (), failed: Collection[int] = ()) -> tuple[list[str], list[str]]:
         """What became of adapters that were wanted; returns the requests that go on now, and those that never will."""
@@ -59,12 +59,12 @@ class AdapterPlaces:
         for name, ref in self.awaiting.items():
             own = ref.adapter_id
             if own not in self._places and not self._assign(ref):
-                if self._is_crowded:
+                if self._num_passes >= _MOST_PASSES:
                     break
                 passes = True
             elif own not in self.loading:
                 found.append(name)
-                self._users[own].append(name)
+                self._users[own].add(name)
                 self._places[own] = self._places.pop(own)
                 self._num_passes += passes
         for name in found:
@@ -74,16 +74,16 @@ class AdapterPlaces:
     def _assign(self, ref: AdapterRef) -> bool:
         """Whether there is a place for an adapter; then it is to be loaded."""
         if not self._free:
-            wanted = set() if self._is_crowded else {other.adapter_id for other in self.awaiting.values()}
+            wanted = {ref.adapter_id for ref in self.awaiting.values() if self._num_passes < _MOST_PASSES}
             for own in [own for own in self._places if own not in wanted]:
-                self._users[own] = [name for name in self._users[own] if self._is_live(name)]
+                self._users[own] = set(filter(self._is_live, self._users[own]))
                 if not self._users[own]:
                     self._free.append(self._drop(own))
                     break
             else:
                 return False
         self._places[ref.adapter_id] = self._free.pop()
-        self._users[ref.adapter_id] = []
+        self._users[ref.adapter_id] = set()
         self.loading[ref.adapter_id] = ref
         self._num_passes = 0
         return True

@@ -12,8 +12,9 @@ from loras import DEMO, TABLES, demo_adapters, factors, write_adapter
 from safetensors.torch import load_file, save_file
 
 import quire
-from quire import LLM, SamplingParams
+from quire import LLM, LLMEngine, SamplingParams
 from quire.config.engine_args import EngineArgs
+from quire.engine.core import EngineCore
 from quire.errors import ConfigError, InvalidRequestError
 from quire.lora.request import LoRARequest
 from quire.ops.native.library import TORCH, levels
@@ -189,6 +190,39 @@ def test_a_bad_adapter_hurts_nobody(llm: LLM, adapters: list[LoRARequest], tmp_p
         done |= {output.request_id: output for output in engine.step() if output.finished}
     assert done["bad"].outputs[0].finish_reason == "error"
     assert [told(done["good"])] == run(llm, ["Once"], [adapters[2]], SEEDED)
+
+
+def drain(engine: LLMEngine) -> dict[str, RequestOutput]:
+    done: dict[str, RequestOutput] = {}
+    for _ in range(1000):  # loading takes some of them
+        done |= {output.request_id: output for output in engine.step() if output.finished}
+        if not engine.has_unfinished_requests():
+            break
+    return done
+
+
+def test_an_id_may_be_used_again_with_another_adapter(adapters: list[LoRARequest]) -> None:
+    """There is one place, and a request that has ended keeps it from nobody, whoever has its id now."""
+    llm = LLM("demo", enable_lora=True, max_loras=1, num_kv_blocks=64, show_progress=False, debug=True)
+    expected = [told(output) for lora in adapters[:2] for output in llm.generate("Once", ASKED, lora_request=lora)]
+    engine = llm.llm_engine
+    for lora, one in zip(adapters[:2], expected, strict=True):
+        engine.add_request("x", "Once", ASKED, lora_request=lora)
+        assert [told(output) for output in drain(engine).values()] == [one]
+    engine.add_request("x", "Once", ASKED, lora_request=adapters[0])
+    engine.abort_request("x")  # while it waits for its adapter
+    engine.step()
+    engine.add_request("x", "Once", ASKED)
+    assert [told(output) for output in drain(engine).values()] == run(llm, ["Once"], [None])
+
+
+def test_requests_that_have_ended_are_forgotten(llm: LLM, adapters: list[LoRARequest]) -> None:
+    """A server's adapters may stay in their places for months."""
+    for _ in range(5):
+        run(llm, PROMPTS, [adapters[0]] * 2, SamplingParams(max_tokens=1))
+    core = llm.llm_engine.core
+    assert isinstance(core, EngineCore)
+    assert all(len(users) <= 2 for users in core.places._users.values())
 
 
 def test_options_that_contradict_each_other() -> None:
