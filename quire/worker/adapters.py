@@ -66,7 +66,8 @@ class Adapters:
         for row, start, end in zip(rows, [0, *ends], ends, strict=False):
             if (ref := row.request.adapter) is not None:
                 virtual = max(0, ref.num_virtual - row.num_computed) if ref.num_virtual else end
-                slots[start : min(end, start + virtual)] = self._places[ref.adapter_id]
+                # Without a place where its request ended while the plan was in flight: nobody hears of its tokens.
+                slots[start : min(end, start + virtual)] = self._places.get(ref.adapter_id, -1)
         device = next(self._model.parameters()).device
         return AdapterBatch(torch.from_numpy(slots), device) if slots.max() >= 0 else None
 

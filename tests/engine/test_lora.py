@@ -10,11 +10,14 @@ import pytest
 import torch
 from loras import DEMO, TABLES, demo_adapters, factors, write_adapter
 from safetensors.torch import load_file, save_file
+from test_exactness import LateExecutor
 
 import quire
 from quire import LLM, LLMEngine, SamplingParams
 from quire.config.engine_args import EngineArgs
+from quire.engine.build import build_core, worker_config
 from quire.engine.core import EngineCore
+from quire.engine.tokenizer import config_tokenizer
 from quire.errors import ConfigError, InvalidRequestError
 from quire.lora.request import LoRARequest
 from quire.ops.native.library import TORCH, levels
@@ -223,6 +226,29 @@ def test_requests_that_have_ended_are_forgotten(llm: LLM, adapters: list[LoRAReq
     core = llm.llm_engine.core
     assert isinstance(core, EngineCore)
     assert all(len(users) <= 2 for users in core.places._users.values())
+
+
+def test_a_place_may_change_hands_while_a_plan_of_its_last_request_is_in_flight(adapters: list[LoRARequest]) -> None:
+    """As a pipeline of four stages has plans: those of a request that has ended are computed, for nobody."""
+
+    class Stages(LateExecutor):
+        max_in_flight = 4
+
+    options: Any = {"model": "demo", "enable_lora": True, "max_loras": 1, "num_kv_blocks": 64, "debug": True}
+    config = EngineArgs(**options, max_num_batched_tokens=8, enable_prefix_caching=False).resolve()
+    core = build_core(config, show_progress=False, executor=Stages(worker_config(config)))
+    engine = LLMEngine(config, core, config_tokenizer(config))
+    alone: list[Any] = []
+    for lora in adapters[:2]:
+        engine.add_request(lora.lora_name, "Once", ASKED, lora_request=lora)
+        alone.append(told(drain(engine)[lora.lora_name]))
+    engine.add_request("long", {"prompt_token_ids": [5, 6, 7, 8] * 20}, ASKED, lora_request=adapters[0])
+    while not core.first_scheduled:
+        engine.step()
+    engine.abort_request("long")
+    engine.add_request("next", "Once", ASKED, lora_request=adapters[1])
+    assert told(drain(engine)["next"]) == alone[1]
+    engine.shutdown()
 
 
 def test_options_that_contradict_each_other() -> None:
