@@ -63,7 +63,7 @@ class DiskTier:
             answered[name] = None
             stats.disk_hits_total += was_read
             stats.disk_misses_total += not was_read
-            if was_read:
+            if was_read and self._is_open:
                 self._host[group].register(host, name)
             else:
                 self.known[group].discard(name)

@@ -7,6 +7,7 @@ from quire.kvcache.prefix import BlockHasher, root_hash
 from quire.kvcache.table import NO_MATCH, BlockTable
 from quire.protocol.cache import CacheGroup, CacheLayout
 from quire.protocol.stats import TierStats
+from quire.protocol.step import DiskNews
 
 ids = itertools.count()
 
@@ -206,4 +207,23 @@ def test_a_block_that_is_to_be_read_to_is_not_written_in_the_same_plan() -> None
     assert kv.fetch(other, kv.match_prefix(other)) == name
     moves = kv.end_plan()
     assert (moves.out, moves.fetch) == ([], [(0, 0, name)])
+    kv.check_integrity()
+
+
+def test_what_is_being_read_at_a_reset_is_not_found() -> None:
+    """Its name may stand for other numbers by the time that it comes: those of other weights."""
+    layout = CacheLayout(
+        block_size=4, groups=[CacheGroup([0])], num_blocks=[6], max_model_len=100, num_host_blocks=[6], block_bytes=[9]
+    )
+    prompt = [1, 2, 3, 4, 5]
+    (name,) = BlockHasher(4).names(root_hash(None), prompt)
+    kv = KVManager(layout, stored=[[name]])
+    table = kv.open(next(ids), prompt, [])
+    assert kv.fetch(table, kv.match_prefix(table)) == name
+    kv.watch(name)
+    (fetch,) = kv.end_plan().fetch
+    assert kv.reset_prefix_cache(), "nothing runs"
+    kv.plan_done(DiskNews(fetched=[(0, fetch[1], True)]))
+    assert kv.settled == [name], "who waits for it goes on"
+    assert kv.match_prefix(table).num_tokens == 0
     kv.check_integrity()
