@@ -163,7 +163,8 @@ class EngineCore:
         return outputs
 
     def check_workers(self) -> None:
-        """Raise EngineDeadError where one has died, while there is nothing to do."""
+        """Raise EngineDeadError where one has died, or is no more like the others, while there is nothing to do."""
+        self._check_alive()
         self._execute(self.executor.check)
 
     def reset_prefix_cache(self) -> bool:
@@ -251,6 +252,8 @@ class EngineCore:
     def _begin_anew(self, *, keep_disk: bool) -> None:
         """Forget what workers know, and cached prefixes."""
         self.scheduler.cancel()
+        if not self._asleep:  # whoever takes no other weights after all goes on
+            self.executor.reset()
         self.scheduler.kv.reset_prefix_cache(keep_disk)
         self.places = AdapterPlaces(self.places.num_places, self.scheduler.is_live)
         self._publish()

@@ -95,6 +95,17 @@ def check_weights(llm: LLM, other: Path) -> None:
     llm.llm_engine.check_integrity()
 
 
+def test_weights_that_are_refused_leave_nothing_behind(start: Callable[..., LLM]) -> None:
+    """Not even what workers know of requests that have ended, of which there is room for twice max_num_seqs."""
+    llm = start(max_num_seqs=2)
+    before = answers(llm)
+    for _ in range(5):
+        with pytest.raises(RequestFailedError, match="nowhere"):
+            llm.update_weights("/nowhere")
+        llm.llm_engine.check_integrity()
+        assert answers(llm) == before
+
+
 @pytest.mark.slow
 def test_an_engine_in_this_process(start: Callable[..., LLM], other: Path) -> None:
     check_weights(start(), other)

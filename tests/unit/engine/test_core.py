@@ -12,10 +12,13 @@ from simulated import FakeModel, SimulatedExecutor
 from quire.config.scheduler import SchedulerConfig
 from quire.engine.core import EngineCore
 from quire.engine.interrupts import InterruptShield
+from quire.engine.loop import CoreLoop
 from quire.errors import EngineDeadError
 from quire.kvcache.manager import KVManager
 from quire.protocol.cache import CacheGroup, CacheLayout
+from quire.protocol.core import Call, Dead, Event, Reply
 from quire.protocol.requests import NewRequest, SamplingTask
+from quire.protocol.worker import CallReply
 from quire.sampling_params import SamplingParams
 from quire.scheduler.scheduler import Scheduler
 
@@ -142,6 +145,22 @@ def test_a_failed_executor_is_dead(monkeypatch: pytest.MonkeyPatch, at: str) -> 
         core.step()
     with pytest.raises(EngineDeadError, match="MemoryError: no more"):
         core.step()
+
+
+def test_workers_that_are_no_more_alike_are_dead_though_nothing_runs(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A server is to know before the next request comes."""
+    core = make_core()
+    finish(core, {})
+    replies = [CallReply(None), CallReply("no memory")]
+    monkeypatch.setattr(core.executor, "call", lambda call: replies)
+    commands, events = iter([[Call(7, "call_workers", ["load", []])]]), list[Event]()
+    assert not CoreLoop(core, lambda wait: next(commands), events.append).run()
+    reply, dead = events
+    assert isinstance(reply, Reply)
+    assert reply.fault is not None
+    assert "no more alike: no memory" in reply.fault.message
+    assert isinstance(dead, Dead)
+    assert "no memory" in dead.message
 
 
 def test_an_idle_step_does_nothing() -> None:
