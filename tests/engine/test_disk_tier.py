@@ -55,6 +55,19 @@ def test_a_restarted_engine_finds_its_prefixes(start: Callable[..., LLMEngine], 
     assert answer(second, LONG[:50]) == answer(start(model, kv_cache_dir=None), LONG[:50])
 
 
+def test_what_the_last_step_computed_is_written_too(start: Callable[..., LLMEngine]) -> None:
+    """The engine is idle when the last output is returned, though nobody steps it any more."""
+    first = start()
+    first.add_request("a", LONG, SamplingParams(max_tokens=1, temperature=0, logprobs=1))
+    expected = drain(first)["a"]
+    assert not first.core.has_unfinished()
+    assert first.core.call("sleep")
+    second = start()
+    second.add_request("a", LONG, SamplingParams(max_tokens=1, temperature=0, logprobs=1))
+    assert drain(second)["a"] == expected
+    assert second.stats().prefix_cache_hits_total == 64
+
+
 @pytest.mark.slow
 def test_many_requests_are_what_they_were(start: Callable[..., LLMEngine], model_options) -> None:
     alone = engine(model_options("llama"), "bfloat16", block_size=8, max_model_len=128)
