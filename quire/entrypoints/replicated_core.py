@@ -138,8 +138,6 @@ class ReplicatedCore:
 
     def _refuse(self, event: Refused) -> None:
         left, error = self._left.pop(event.request_id, ()), event.fault.error()
-        if left and isinstance(error, OverloadedError):
-            raise error
         wrong = isinstance(error, InvalidRequestError)
         kind = FailureKind.BAD_REQUEST if wrong else FailureKind.INTERNAL
         failure = Failure(kind, str(error), (error.param if wrong else None) or "prompts")

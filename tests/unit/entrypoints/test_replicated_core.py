@@ -118,7 +118,9 @@ def test_what_no_engine_took_or_what_was_lost_ends_with_the_reason(client: Any) 
         "lost": Refused("lost", Fault.of(EngineDeadError("engine 1 is dead"))),
         "late": Refused("late", Fault.of(OverloadedError("its target can't be met", 3))),
     }
-    client.answer = lambda command: said[command.request.request_id]
+    client.answer = lambda command: (
+        Reply(command.call_id, True) if isinstance(command, Call) else said[command.request.request_id]
+    )
     core.add(request("wrong", n=2))
     ended = core.step()
     assert [(item.finish_reason, item.failure and item.failure.param) for item in ended] == [
@@ -127,9 +129,13 @@ def test_what_no_engine_took_or_what_was_lost_ends_with_the_reason(client: Any) 
     core.add(request("lost"))
     assert [item.failure and item.failure.message for item in core.step()] == ["engine 1 is dead"]
     core.add(request("late"))
-    with pytest.raises(OverloadedError, match="target"):
-        core.step()
+    assert [(item.finish_reason, item.failure and item.failure.message) for item in core.step()] == [
+        ("error", "its target can't be met")
+    ]
     assert not core.has_unfinished()
+    core.add(request("late"))
+    assert core.call("reset_prefix_cache"), "who asks for something else hears nothing of it"
+    assert [item.finish_reason for item in core.step()] == ["error"]
 
 
 def test_when_all_are_dead_everybody_is_told(client: Any) -> None:
