@@ -195,9 +195,8 @@ class EngineCore:
         """
         if level not in (1, 2):
             raise InvalidRequestError(f"level must be 1 or 2, got {level}.", "level")
-        if self.has_unfinished():
+        if not self._begin_anew(keep_disk=True):
             return False
-        self._begin_anew(keep_disk=True)
         self._asleep = set(_PARTS)
         self.call_workers("sleep", [level])
         return True
@@ -226,9 +225,8 @@ class EngineCore:
             RequestFailedError: they are not there, broken, or another model's; those in use stay so.
             EngineDeadError: some workers have them, and others could not.
         """
-        if self.has_unfinished():
+        if not self._begin_anew(keep_disk=False):
             return False
-        self._begin_anew(keep_disk=False)
         self.call_workers("update_weights", [path, sorted(_PARTS - self._asleep)])
         self._asleep.discard("weights")
         return True
@@ -249,14 +247,19 @@ class EngineCore:
             raise RequestFailedError(faults[0])
         return Returned([reply.value for reply in replies])
 
-    def _begin_anew(self, *, keep_disk: bool) -> None:
-        """Forget what workers know, and cached prefixes."""
+    def _begin_anew(self, *, keep_disk: bool) -> bool:
+        """Forget what workers know, and cached prefixes; False (and nothing done) while requests run."""
+        while not self._undelivered and self.has_unfinished() and not self.scheduler.snapshot(0.0).num_sequences:
+            self.step()  # what those that have ended leave to be written is no request
+        if self.has_unfinished():
+            return False
         self.scheduler.cancel()
         if not self._asleep:  # whoever takes no other weights after all goes on
             self.executor.reset()
         self.scheduler.kv.reset_prefix_cache(keep_disk)
         self.places = AdapterPlaces(self.places.num_places, self.scheduler.is_live)
         self._publish()
+        return True
 
     def snapshot(self, watched: Iterable[str] = ()) -> EngineSnapshot:
         """The first sequences, those of `watched` requests, and the blocks at this moment."""
@@ -316,8 +319,7 @@ class EngineCore:
             raise EngineDeadError("the executor failed in a step; the engine can't go on") from error
 
     def _publish(self) -> None:
-        log = self.scheduler.kv.events
-        if self._publisher is not None and log is not None and (events := log.take()):
+        if self._publisher is not None and (log := self.scheduler.kv.events) is not None and (events := log.take()):
             self._publisher.publish(events)
 
     def _check_alive(self) -> None:

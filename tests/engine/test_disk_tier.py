@@ -68,6 +68,20 @@ def test_what_the_last_step_computed_is_written_too(start: Callable[..., LLMEngi
     assert second.stats().prefix_cache_hits_total == 64
 
 
+def test_blocks_that_wait_to_be_written_are_no_request(start: Callable[..., LLMEngine]) -> None:
+    """One of several engines would say that it can't sleep, and the others would."""
+    first = start()
+    core = first.core
+    core.add(first.process_input("a", LONG, SamplingParams(max_tokens=1, temperature=0)).request)
+    while not any(item.finish_reason for item in core.step()):
+        pass
+    assert core.has_unfinished(), "the last step's blocks are handed over by the next"
+    assert core.call("sleep")
+    second = start()
+    answer(second, LONG)
+    assert second.stats().prefix_cache_hits_total == 64
+
+
 @pytest.mark.slow
 def test_many_requests_are_what_they_were(start: Callable[..., LLMEngine], model_options) -> None:
     alone = engine(model_options("llama"), "bfloat16", block_size=8, max_model_len=128)
