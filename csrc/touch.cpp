@@ -2,6 +2,7 @@
 // at once on all threads, or ahead of its use by a thread that waits until nothing is computed.
 #include "api.h"
 
+#include <algorithm>
 #include <atomic>
 #include <chrono>
 #include <cstdio>
@@ -31,17 +32,26 @@ void end_call() {
     g_num_calls.fetch_sub(1, std::memory_order_relaxed);
 }
 
+void touch(const std::vector<Region>& regions, Context& context) {
+    std::vector<Region> pieces;  // of one huge page each: two threads that touch it at once would both wait for the system
+    for (Region rest : regions)
+        while (rest.num_bytes > 0) {
+            const int64_t left = kPiece - int64_t(reinterpret_cast<uintptr_t>(rest.begin) & (kPiece - 1));
+            pieces.push_back({rest.begin, std::min(left, rest.num_bytes)});
+            rest = {rest.begin + pieces.back().num_bytes, rest.num_bytes - pieces.back().num_bytes};
+        }
+    context.pool.run(int64_t(pieces.size()), [&](int64_t piece, int) {
+        for (int64_t i = 0; i < pieces[piece].num_bytes; i += kPage)
+            __atomic_fetch_or(pieces[piece].begin + i, 0, __ATOMIC_RELAXED);  // others may write there meanwhile
+    });
+}
+
 #if defined(__linux__)
 namespace {
 
 constexpr int kPopulateWrite = 23;  // MADV_POPULATE_WRITE of Linux 5.14, which older headers lack
 constexpr auto kQuiet = std::chrono::milliseconds(20);
 constexpr auto kStart = std::chrono::milliseconds(500);  // who computes at once touches by himself what he needs
-
-struct Region {
-    uint8_t* begin;
-    int64_t num_bytes;
-};
 
 // What is waiting. Never freed: the thread may outlive static destructors.
 struct Waiting {
@@ -148,10 +158,5 @@ using namespace quire;
 QUIRE_API void quire_prefault(int32_t num_threads, uint8_t* memory, int64_t num_bytes) {
     if (num_threads == 0) return touch_ahead(memory, num_bytes);
     const Call call(num_threads);
-    call.context.pool.run(divide_up(num_bytes, kPiece), [&](int64_t piece, int) {
-        for (int64_t i = piece * kPiece; i < num_bytes && i < (piece + 1) * kPiece; i += kPage) {
-            volatile uint8_t* p = memory + i;
-            *p = *p;
-        }
-    });
+    touch({{memory, num_bytes}}, call.context);
 }

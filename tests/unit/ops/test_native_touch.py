@@ -1,16 +1,23 @@
-"""Memory that is touched ahead of its use, while nothing is computed."""
+"""Memory that is touched ahead of its use: while nothing is computed, and by a step in all layers at once."""
 
 import ctypes
 import gc
 import mmap
 import platform
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
 
+from quire import ops
+from quire.attention.native import NativeBackend
+from quire.ops import AttentionSpec
+from quire.ops.native.builder import ProgramBuilder
 from quire.ops.native.library import library, prefault
+from quire.ops.native.program import Caches, StepData
+from quire.ops.native.structs import Type
 from quire.worker.pages import huge_pages
 
 _VERSION = tuple(int(part) for part in platform.release().split(".")[:2] if part.isdigit())
@@ -75,3 +82,33 @@ def _private_kilobytes(address: int) -> int:
         elif is_here and first == "Anonymous:":
             return int(others[0])
     raise AssertionError("no such mapping")
+
+
+def test_a_step_touches_all_layers_as_far_as_it_writes(level: str) -> None:
+    """Before its first layer: what lies before in the caches, too, and nothing behind; the contents stay."""
+    spec = AttentionSpec(2, 1, 32, 1.0)
+    builder = ProgramBuilder(torch.float32)
+    qkv = builder.input(128)
+    for layer in range(2):
+        qkv = ops.prepare(qkv, replace(spec, layer=layer))
+    program = builder.finish(ops.attend(qkv, spec))
+    shape = NativeBackend().kv_cache_shape(4096, 16, 1, 32)  # of 4 KB a block
+    caches = [huge_pages(shape, torch.float32) for _ in range(2)]
+    memory = [cache.view(torch.uint8).view(-1) for cache in caches]
+    for each in memory:
+        each[100] = 7
+    for block, filled in ((1023, 4 << 20), (5, 4 << 20), (2047, 8 << 20)):
+        step = StepData(
+            ids=torch.zeros(1, dtype=torch.int32),
+            positions=torch.zeros(1, dtype=torch.int32),
+            slot_mapping=torch.tensor([16 * block]),
+            query_start_loc=torch.tensor([0, 1]),
+            seq_lens=torch.tensor([1]),
+            block_tables=torch.tensor([[block]]),
+            block_size=16,
+        )
+        program.run([torch.ones(1, 128), torch.empty(1, 64)], step, Caches(caches, Type.F32))
+        for each in memory:
+            assert resident(each[:filled]) == 1
+            assert resident(each[filled + (2 << 20) :]) == 0
+            assert each[100] == 7
