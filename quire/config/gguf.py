@@ -12,6 +12,7 @@ import re
 import struct
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -188,13 +189,19 @@ def gguf_of_hub(file: str, name: str, download: Callable[[tuple[str, ...]], Path
 def _read_part(path: Path) -> tuple[dict[str, Any], list[GGUFTensor]]:
     """One file's metadata and tensors."""
     try:
-        with path.open("rb") as file:
-            if not path.stat().st_size:  # which can't be mapped
-                raise ModelLoadError(f"GGUF file {path.name} is empty: fetch it again.")
-            with mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data:
-                return _read_header(_Header(data, path.name), path)
+        found = path.stat()
+        return _read_file(path, found.st_size, found.st_ino, found.st_mtime_ns)
     except OSError as error:
         raise ModelLoadError(f"GGUF file {path.name} can't be read: {error.strerror}.") from error
+
+
+@lru_cache(maxsize=1)  # configuration, tokenizer, types and weights ask in turn, and a vocabulary takes 0.15 s
+def _read_file(path: Path, size: int, *_state: int) -> tuple[dict[str, Any], list[GGUFTensor]]:
+    """`_state` tells a file from what lay there before."""
+    if not size:  # which can't be mapped
+        raise ModelLoadError(f"GGUF file {path.name} is empty: fetch it again.")
+    with path.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data:
+        return _read_header(_Header(data, path.name), path)
 
 
 def _read_header(header: _Header, path: Path) -> tuple[dict[str, Any], list[GGUFTensor]]:

@@ -1,6 +1,7 @@
 """GGUF headers: what they say, and every way in which they can lie."""
 
 import contextlib
+import os
 import random
 import struct
 import sys
@@ -78,6 +79,17 @@ def test_every_truncation_is_an_error(tmp_path: Path) -> None:
         path.write_bytes(whole[:length])
         with pytest.raises(ModelLoadError, match=r"cut\.gguf"):
             read_gguf(path)
+
+
+def test_a_file_in_place_of_another_is_read_anew(tmp_path: Path) -> None:
+    """Also one of the same size; what is there still is not read twice."""
+    path = tmp_path / "m.gguf"
+    for second, arch in enumerate(("llama", "qwen2")):
+        write(path, [entry("general.architecture", 8, text(arch))], [])
+        os.utime(path, (second, second))
+        found = read_gguf(path).metadata
+        assert found == {"general.architecture": arch}
+        assert read_gguf(path).metadata is found
 
 
 def test_no_gguf_at_all(tmp_path: Path) -> None:
