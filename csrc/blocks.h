@@ -205,16 +205,18 @@ QUIRE_INLINE vf tiny_floats(vi codes) {
 }
 
 // What the codes of a tile's rows are multiplied with, and what is added. Tiles are read one after the other, a superblock's
-// from its first on.
+// from its first on, and its scales with that one: no tile's weights wait for the scales to be computed.
 template <Type kType>
 struct BlockScales {
     static constexpr BlockFormat f = block_format(kType);
-    alignas(64) float scale[f.groups][16], shift[f.groups][16];
-    alignas(64) float d[16], m[16];  // of a superblock
+    static constexpr int kTiles = f.is_super() ? 8 : 1;
 #if defined(__AVX512BF16__)
     static constexpr bool kTables = f.is_own() && f.bits == 4 && (f.span > 1 || f.curved);
     alignas(64) bf16 values[kTables ? 16 : 1][16];  // of a row's codes, made once for all tiles that share its scale or as a curve has them
 #endif
+
+    const float* scale(int group) const { return scales[tile_read][group]; }
+    const float* shift(int group) const { return shifts[tile_read][group]; }
 
     QUIRE_ALWAYS void read(const uint8_t* tile, int64_t t) {
         if constexpr (f.is_own()) {  // the shift is the zero
@@ -222,45 +224,32 @@ struct BlockScales {
             alignas(16) uint8_t zeros[16];
             for (int i = 0; i < f.span; i++) {
                 const uint8_t* from = tile + i * f.tile_bytes() + f.scales();
-                std::memcpy(scale[0] + i * f.striped(), from, f.striped() * 4);
+                std::memcpy(scales[0][0] + i * f.striped(), from, f.striped() * 4);
                 std::memcpy(zeros + i * f.striped(), from + f.striped() * 4, f.striped());
             }
-            for (int r = 0; r < 16; r += kLanes) store(shift[0] + r, numbers_of(signed_bytes(zeros + r)));
+            for (int r = 0; r < 16; r += kLanes) store(shifts[0][0] + r, numbers_of(signed_bytes(zeros + r)));
             keep_in_memory();
 #if defined(__AVX512BF16__)
             const __m512 steps = _mm512_setr_ps(0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15);
             for (int r = 0; r < 16 && kTables; r++) {
-                const __m512 numbers = f.curved ? _mm512_loadu_ps(kCurves[zeros[r]]) : _mm512_sub_ps(steps, _mm512_set1_ps(shift[0][r]));
-                const __m512 scaled = _mm512_mul_ps(numbers, _mm512_set1_ps(scale[0][r]));
+                const __m512 numbers = f.curved ? _mm512_loadu_ps(kCurves[zeros[r]]) : _mm512_sub_ps(steps, _mm512_set1_ps(shifts[0][0][r]));
+                const __m512 scaled = _mm512_mul_ps(numbers, _mm512_set1_ps(scales[0][0][r]));
                 _mm256_store_si256(reinterpret_cast<__m256i*>(values[r]), (__m256i)_mm512_cvtneps_pbh(scaled));
             }
 #endif
             return;
         }
+        tile_read = int(t % kTiles);
+        if (tile_read) return;
         if constexpr (!f.is_super()) {
-            to_floats(tile + f.scales(), scale[0]);
-            if (f.has_min) to_floats(tile + f.mins(), shift[0]);
+            to_floats(tile + f.scales(), scales[0][0]);
+            if (f.has_min) to_floats(tile + f.mins(), shifts[0][0]);
         } else {
-            if (t % 8 == 0) {
-                alignas(64) uint8_t halves[2][32];
-                for (int i = 0; i < 8; i++) {
-                    std::memcpy(halves[0] + 4 * i, tile + i * f.tile_bytes() + f.stripe(), 4);
-                    if (f.has_min) std::memcpy(halves[1] + 4 * i, tile + i * f.tile_bytes() + f.stripe() + 4, 4);
-                }
-                to_floats(halves[0], d);
-                if (f.has_min) to_floats(halves[1], m);
-            }
-            for (int g = 0; g < f.groups; g++)
-                for (int r = 0; r < 16; r += kLanes) {
-                    const vi counts = signed_bytes(tile + f.scales() + 16 * g + r);
-                    store(scale[g] + r, load(d + r) * numbers_of(f.nibble_scales() ? counts & 15 : counts));
-                    if (!f.has_min) continue;
-                    const vi mins = f.nibble_scales() ? counts >> 4 & 15 : signed_bytes(tile + f.mins() + 16 * g + r);
-                    store(shift[g] + r, -load(m + r) * numbers_of(mins));
-                }
+            read_superblock(tile);
         }
-        for (int g = 0; g < f.groups && !f.has_min; g++)
-            for (int r = 0; r < 16; r++) shift[g][r] = f.zero ? scale[g][r] * float(-f.zero) : 0.0f;
+        for (int i = 0; i < kTiles && !f.has_min; i++)
+            for (int g = 0; g < f.groups; g++)
+                for (int r = 0; r < 16; r++) shifts[i][g][r] = f.zero ? scales[i][g][r] * float(-f.zero) : 0.0f;
         keep_in_memory();
     }
 
@@ -269,13 +258,36 @@ struct BlockScales {
         auto set = [](float* p) QUIRE_ALWAYS {
             for (int r = 0; r < 16; r += kLanes) store(p + r, select(load(p + r) == load(p + r), load(p + r), splat(to_float(bf16(0x7fc0)))));
         };
-        for (int g = 0; g < f.groups; g++) set(scale[g]), set(shift[g]);
+        for (int g = 0; g < f.groups; g++) set(scales[tile_read][g]), set(shifts[tile_read][g]);
         keep_in_memory();
     }
 
 private:
+    alignas(64) float scales[kTiles][f.groups][16], shifts[kTiles][f.groups][16];
+    int tile_read = 0;
+
+    QUIRE_ALWAYS void read_superblock(const uint8_t* first) {
+        alignas(64) uint8_t halves[2][32];
+        for (int i = 0; i < 8; i++) {
+            std::memcpy(halves[0] + 4 * i, first + i * f.tile_bytes() + f.stripe(), 4);
+            if (f.has_min) std::memcpy(halves[1] + 4 * i, first + i * f.tile_bytes() + f.stripe() + 4, 4);
+        }
+        alignas(64) float d[16], m[16];
+        to_floats(halves[0], d);
+        if (f.has_min) to_floats(halves[1], m);
+        for (int i = 0; i < 8; i++)
+            for (int g = 0; g < f.groups; g++)
+                for (int r = 0; r < 16; r += kLanes) {
+                    const uint8_t* tile = first + i * f.tile_bytes();
+                    const vi counts = signed_bytes(tile + f.scales() + 16 * g + r);
+                    store(scales[i][g] + r, load(d + r) * numbers_of(f.nibble_scales() ? counts & 15 : counts));
+                    if (!f.has_min) continue;
+                    const vi mins = f.nibble_scales() ? counts >> 4 & 15 : signed_bytes(tile + f.mins() + 16 * g + r);
+                    store(shifts[i][g] + r, -load(m + r) * numbers_of(mins));
+                }
+    }
     // From where each is read into all lanes: out of the register that it was made in, that would take shuffles.
-    QUIRE_ALWAYS void keep_in_memory() { asm volatile("" : "+m"(scale), "+m"(shift)); }
+    QUIRE_ALWAYS void keep_in_memory() { asm volatile("" : "+m"(scales), "+m"(shifts)); }
     QUIRE_ALWAYS static void to_floats(const uint8_t* halves, float* out) {
 #if defined(__AVX512F__)
         _mm512_store_ps(out, _mm512_cvtph_ps(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(halves))));
@@ -294,7 +306,7 @@ QUIRE_INLINE void unpack_blocks_row(const uint8_t* tile, const BlockScales<kType
     constexpr int low = f.bits >= 4 ? 4 : 0;
     for (int c = 0; c < 32; c += kLanes) {
         const int g = c * f.groups / 32;
-        const float scale = scales.scale[g][row], shift = scales.shift[g][row];
+        const float scale = scales.scale(g)[row], shift = scales.shift(g)[row];
         vi codes{};
         auto plane = [&](const uint8_t* p, int first, int bits) QUIRE_ALWAYS {
             const int shared = 16 / bits, right = row % shared * bits;

@@ -149,8 +149,8 @@ template <Type kType>
 QUIRE_INLINE __m512i expand_blocks(const uint8_t* tile, const BlockScales<kType>& scales, int row) {
     constexpr BlockFormat f = block_format(kType);
     constexpr int last = f.groups - 1;
-    const __m512 scale = _mm512_set1_ps(scales.scale[0][row]), last_scale = _mm512_set1_ps(scales.scale[last][row]);
-    const __m512 shift = _mm512_set1_ps(scales.shift[0][row]), last_shift = _mm512_set1_ps(scales.shift[last][row]);
+    const __m512 scale = _mm512_set1_ps(scales.scale(0)[row]), last_scale = _mm512_set1_ps(scales.scale(last)[row]);
+    const __m512 shift = _mm512_set1_ps(scales.shift(0)[row]), last_shift = _mm512_set1_ps(scales.shift(last)[row]);
     auto of_integers = [&](__m512i low, __m512i high) {
         const __m512 a = _mm512_fmadd_ps(_mm512_cvtepi32_ps(low), scale, shift);
         return (__m512i)_mm512_cvtne2ps_pbh(_mm512_fmadd_ps(_mm512_cvtepi32_ps(high), last_scale, last_shift), a);
@@ -269,8 +269,10 @@ QUIRE_INLINE __m512i values_of_two(const uint8_t* tile, const typename ScalesOf<
         constexpr BlockFormat f = block_format(kType);
         const __m512 steps = numbers_of_codes(f);
         auto values = [&](int r) QUIRE_ALWAYS {
-            const __m512 scale = _mm512_set1_ps(scales.scale[0][r]), shift = _mm512_set1_ps(scales.shift[0][r]);
-            return f.is_own() ? _mm512_mul_ps(_mm512_sub_ps(steps, shift), scale) : _mm512_fmadd_ps(steps, scale, shift);
+            const __m512 scale = _mm512_set1_ps(scales.scale(0)[r]), shift = _mm512_set1_ps(scales.shift(0)[r]);
+            if (f.is_own()) return _mm512_mul_ps(_mm512_sub_ps(steps, shift), scale);
+            // The product is exact. Fused, one of scale and shift would come into all lanes by a shuffle; so each comes with what reads it.
+            return _mm512_add_ps(plain(_mm512_mul_ps(steps, scale)), shift);
         };
         return (__m512i)_mm512_cvtne2ps_pbh(values(row + 4), values(row));
     }

@@ -148,9 +148,9 @@ struct PairedTile<kType, true> {
         scales.read(from, t);
     }
     QUIRE_ALWAYS void prepare() {}
-    QUIRE_ALWAYS __m256 scale(int half, int group) const { return _mm256_loadu_ps(scales.scale[group] + 8 * half); }
+    QUIRE_ALWAYS __m256 scale(int half, int group) const { return _mm256_loadu_ps(scales.scale(group) + 8 * half); }
     QUIRE_ALWAYS __m256 shift(int half, int group) const {
-        const __m256 shift = _mm256_loadu_ps(scales.shift[group] + 8 * half);
+        const __m256 shift = _mm256_loadu_ps(scales.shift(group) + 8 * half);
         return f.is_own() ? _mm256_mul_ps(scale(half, group), _mm256_sub_ps(_mm256_setzero_ps(), shift)) : shift;
     }
     QUIRE_ALWAYS __m256i pair(int half, int p) const {
