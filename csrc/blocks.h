@@ -1,9 +1,9 @@
 // Blocks, of GGUF files and our own: read, put into tiles, and expanded, for any level. What the formats are is in block_format.h.
 //
 // A tile's codes lie in planes of words, one for each column. Bits 4j of word c in group i of the plane of nibbles are row
-// 4i + j's; likewise eight rows share a word of two bits each, sixteen one of bits. Columns c and c + 16 are neighbours in
-// formats of six bits, whose halves are scaled apart as integers. Products of a code and a scale have 24 bits or less and
-// are exact in float32, so a value is rounded once, however a level computes it.
+// 4i + j's; likewise eight rows share a word of two bits each, sixteen one of bits. Codes of six bits lie as SixBits says.
+// Products of a code and a scale have 24 bits or less and are exact in float32, so a value is rounded once, however a
+// level computes it.
 #pragma once
 
 #include "kernels.h"
@@ -78,6 +78,39 @@ inline void read_piece(const uint8_t* b, int i, BlockPiece& p) {
     }
 }
 
+// Where a plain tile has codes of six bits: for each number 16 lanes, eight columns of two rows, and a dword of a lane has the codes of five
+// numbers. The two bits that are left in three dwords are a code of number 30 or 31. In the order of numbers linear_dot.h multiplies them.
+struct SixBits {
+    static constexpr int kFirst[5] = {0, 6, 14, 20, 26}, kLeft = 12;
+    int number, lane;
+    constexpr SixBits(int row, int col) : number(col / 16 * 16 + row % 4 * 4 + col / 8 % 2 * 2 + row / 8), lane(row / 4 % 2 * 8 + col % 8) {}
+
+    // Calls body(dword, first bit in it, first bit of the code, how many) for each piece of the code.
+    template <class Body>
+    void for_parts(const Body& body) const {
+        if (number < 30) return body(number / 5 * 16 + lane, kFirst[number % 5], 0, 6);
+        for (int i = 0; i < 3; i++) body(((number - 30) * 3 + i) * 16 + lane, kLeft, 2 * i, 2);
+    }
+};
+inline void put_six(uint8_t* tile, int row, int col, unsigned code) {
+    SixBits(row, col).for_parts([&](int at, int first, int from, int bits) {
+        uint32_t dword;
+        std::memcpy(&dword, tile + 4 * at, 4);
+        const uint32_t mask = (1u << bits) - 1;
+        dword = (dword & ~(mask << first)) | (code >> from & mask) << first;
+        std::memcpy(tile + 4 * at, &dword, 4);
+    });
+}
+// Of eight columns from `col`, a multiple of eight, on.
+QUIRE_INLINE void sixes_of(const uint8_t* tile, int row, int col, int32_t* codes) {
+    for (int i = 0; i < 8; i++) codes[i] = 0;
+    SixBits(row, col).for_parts([&](int at, int first, int from, int bits) QUIRE_ALWAYS {
+        uint32_t dwords[8];
+        std::memcpy(dwords, tile + 4 * at, 32);
+        for (int i = 0; i < 8; i++) codes[i] |= int32_t((dwords[i] >> first & ((1u << bits) - 1)) << from);
+    });
+}
+
 // Calls body(offset of a plane in the tile, the first bit of codes that it has, how many) for a format's planes of bits.
 template <class Body>
 inline void for_planes(const BlockFormat& f, const Body& body) {
@@ -92,12 +125,11 @@ template <Type kType>
 inline void put_piece(uint8_t* tile, int64_t t, int row, bool paired, const BlockPiece& p) {
     constexpr BlockFormat f = block_format(kType);
     for (int c = 0; c < 32 && f.bits == 8; c++) tile[paired ? paired_index(row, c) : row * 32 + c] = p.codes[c];
-    for_planes(f, [&](int offset, int first, int bits) {
-        for (int c = 0; c < 32; c++) {
-            const Place at = paired ? paired_place(row, c, bits) : plain_place(row, c, bits, f.bits == 6);
-            put_code(tile + offset, at, bits, p.codes[c] >> first);
-        }
-    });
+    for (int c = 0; c < 32 && f.bits == 6 && !paired; c++) put_six(tile, row, c, p.codes[c]);
+    if (f.bits != 6 || paired)
+        for_planes(f, [&](int offset, int first, int bits) {
+            for (int c = 0; c < 32; c++) put_code(tile + offset, paired ? paired_place(row, c, bits) : plain_place(row, c, bits), bits, p.codes[c] >> first);
+        });
     if constexpr (f.is_own()) {
         if (t % f.span != row / f.striped()) return;
         std::memcpy(tile + f.scales() + row % f.striped() * 4, &p.scale, 4);
@@ -147,16 +179,16 @@ struct PlainTile {
 
 private:
     void put(Type type, const uint8_t* tile, int64_t row, int64_t c) {
-        auto move = [&](int offset, int bits, bool six) {
-            put_code(bytes + offset, plain_place(row, c, bits, six), bits, code_at(tile + offset, paired_place(row, c, bits), bits));
-        };
+        auto code = [&](int offset, int bits) { return code_at(tile + offset, paired_place(row, c, bits), bits); };
+        auto move = [&](int offset, int bits) { put_code(bytes + offset, plain_place(row, c, bits), bits, code(offset, bits)); };
         const uint8_t* byte = tile + paired_index(row, c);
         if (type == Type::bf16) std::memcpy(bytes + 2 * (row * 32 + c), tile + 2 * paired_index(row, c), 2);
         else if (type == Type::i8) bytes[i8_offset(row, c)] = *byte < 128 ? *byte : uint8_t(128 | (256 - *byte));
         else if (type == Type::w8a8) bytes[w8a8_offset(row, c)] = *byte ^ 128;
-        else if (type == Type::i4) move(32, 4, false);
+        else if (type == Type::i4) move(32, 4);
         else if (block_format(type).bits == 8) bytes[row * 32 + c] = *byte;
-        else for_planes(block_format(type), [&](int offset, int, int bits) { move(offset, bits, block_format(type).bits == 6); });
+        else if (block_format(type).bits == 6) put_six(bytes, int(row), int(c), code(0, 4) | code(block_format(type).twos(), 2) << 4);
+        else for_planes(block_format(type), [&](int offset, int, int bits) { move(offset, bits); });
     }
 };
 
@@ -303,7 +335,6 @@ private:
 template <Type kType, bool kRounded>
 QUIRE_INLINE void unpack_blocks_row(const uint8_t* tile, const BlockScales<kType>& scales, int row, float* out) {
     constexpr BlockFormat f = block_format(kType);
-    constexpr int low = f.bits >= 4 ? 4 : 0;
     for (int c = 0; c < 32; c += kLanes) {
         const int g = c * f.groups / 32;
         const float scale = scales.scale(g)[row], shift = scales.shift(g)[row];
@@ -311,14 +342,16 @@ QUIRE_INLINE void unpack_blocks_row(const uint8_t* tile, const BlockScales<kType
         auto plane = [&](const uint8_t* p, int first, int bits) QUIRE_ALWAYS {
             const int shared = 16 / bits, right = row % shared * bits;
             const uint16_t* words = reinterpret_cast<const uint16_t*>(p) + row / shared * 32;
-            vi from;
-            if constexpr (f.bits == 6) std::memcpy(&from, words + c % 16 * 2, sizeof from);  // of columns c and c + 16
-            else from = words_of(words + c);
-            codes |= (from >> (f.bits == 6 ? right + c / 16 * 16 : right) & ((1 << bits) - 1)) << first;
+            codes |= (words_of(words + c) >> right & ((1 << bits) - 1)) << first;
         };
+        if constexpr (f.bits == 6) {
+            alignas(64) int32_t sixes[kLanes < 8 ? 8 : kLanes];
+            for (int i = 0; i < kLanes; i += 8) sixes_of(tile, row, c / 8 * 8 + i, sixes + i);
+            std::memcpy(&codes, sixes + c % 8, sizeof codes);
+        }
         if (f.bits == 8) codes = signed_bytes(tile + row * 32 + c);
-        if (f.bits < 8 && low) plane(tile, 0, 4);
-        if (f.ones() > f.twos()) plane(tile + f.twos(), low, 2);
+        if (f.bits == 4 || f.bits == 5) plane(tile, 0, 4);
+        if (f.bits == 2 || f.bits == 3) plane(tile, 0, 2);
         if (f.bits == 3 || f.bits == 5) plane(tile + f.ones(), f.bits - 1, 1);
         vf value;
         if constexpr (f.curved) {

@@ -28,15 +28,6 @@ struct I8Tables {
 };
 constexpr I8Tables kI8Tables;
 
-// bf16 of six bits, of which 32 means 0.
-struct SixBits {
-    alignas(64) uint16_t words[64];
-    constexpr SixBits() : words() {
-        for (int i = 0; i < 64; i++) words[i] = i < 32 ? uint16_t(0x8000 | kI8Tables.words[32 - i]) : kI8Tables.words[i - 32];
-    }
-};
-constexpr SixBits kSixBits;
-
 // Whether bytes can be looked up by a level that is made for CPUs that can't, too (Cooper Lake).
 inline bool looks_up_bytes() {
 #if defined(__clang__)  // whose assembler wants it said for a whole function
@@ -184,14 +175,6 @@ QUIRE_INLINE __m512i expand_blocks(const uint8_t* tile, const BlockScales<kType>
         const __m128i* codes = reinterpret_cast<const __m128i*>(tile + row * 32);
         return of_integers(_mm512_cvtepi8_epi32(_mm_loadu_si128(codes)), _mm512_cvtepi8_epi32(_mm_loadu_si128(codes + 1)));
     } else {
-        if constexpr (f.bits == 6) {
-            const __m512i codes = joined(plane(0, 4, 0), plane(f.twos(), 2, 4), 4);  // a look-up reads six bits of them
-            const __m512i low = _mm512_load_si512(kSixBits.words), high = _mm512_load_si512(kSixBits.words + 32);
-            const __m512i numbers = _mm512_permutex2var_epi16(low, codes, high);
-            const __m512 first = _mm512_castsi512_ps(_mm512_slli_epi32(numbers, 16));
-            const __m512 second = _mm512_castsi512_ps(_mm512_and_si512(numbers, _mm512_set1_epi32(int(0xffff0000))));
-            return (__m512i)_mm512_cvtne2ps_pbh(_mm512_mul_ps(second, last_scale), _mm512_mul_ps(first, scale));
-        }
         const __m512 values = _mm512_fmadd_ps(steps, scale, shift);
         if constexpr (f.bits == 4) {  // the values are there twice: the fifth bit may be any
             const __m512i both = _mm512_broadcast_i64x4((__m256i)_mm512_cvtneps_pbh(values));
@@ -208,6 +191,55 @@ QUIRE_INLINE __m512i expand_blocks(const uint8_t* tile, const BlockScales<kType>
             return _mm512_permutexvar_epi16(codes, (__m512i)_mm512_cvtne2ps_pbh(others, values));
         }
     }
+}
+
+// Four rows -> for each piece of 8 columns, the rows' pieces side by side, and back.
+QUIRE_INLINE void turn(const __m512i (&rows)[4], __m512i (&out)[4]) {
+    const __m512i a = _mm512_shuffle_i64x2(rows[0], rows[1], 0x44), b = _mm512_shuffle_i64x2(rows[0], rows[1], 0xee);
+    const __m512i c = _mm512_shuffle_i64x2(rows[2], rows[3], 0x44), d = _mm512_shuffle_i64x2(rows[2], rows[3], 0xee);
+    out[0] = _mm512_shuffle_i64x2(a, c, 0x88);
+    out[1] = _mm512_shuffle_i64x2(a, c, 0xdd);
+    out[2] = _mm512_shuffle_i64x2(b, d, 0x88);
+    out[3] = _mm512_shuffle_i64x2(b, d, 0xdd);
+}
+
+constexpr bool has_sixes(Type type) { return is_blocks(type) && block_format(type).bits == 6; }
+
+// Codes of six bits: calls body(c, j, weights) of columns 8c .. 8c + 7 of the rows 4i + j, i = 0..3, turned. A code becomes a number
+// where it lies among the bits of 512, whose last are worth as much: 512 + code, and 544 times a scale has 23 bits.
+template <Type kType, class Body>
+QUIRE_INLINE void for_sixes(const uint8_t* tile, const BlockScales<kType>& scales, const Body& body) {
+    constexpr int kOne = 14;  // of a float32 of 512 the bit that is worth 1
+    static_assert(block_format(kType).zero == 32);
+    const __m512i number_bits = _mm512_set1_epi32(63 << kOne), base = (__m512i)_mm512_set1_ps(512);
+    auto moved = [](__m512i dwords, int right) QUIRE_ALWAYS { return right > 0 ? _mm512_srli_epi32(dwords, right) : _mm512_slli_epi32(dwords, -right); };
+    auto bits_of = [](__m512i x, __m512i mask, __m512i others) QUIRE_ALWAYS { return _mm512_ternarylogic_epi32(x, mask, others, 0xea); };  // (x & mask) | others
+    __m512i dwords;
+    auto number = [&](int n) QUIRE_ALWAYS {
+        if (n < 30) {
+            if (n % 5 == 0) dwords = plain(_mm512_loadu_si512(tile + n / 5 * 64));  // once: it lies across two lines
+            return (__m512)bits_of(moved(dwords, SixBits::kFirst[n % 5] - kOne), number_bits, base);
+        }
+        __m512i x = base;
+        for (int i = 0; i < 3; i++)
+            x = bits_of(moved(_mm512_loadu_si512(tile + ((n - 30) * 3 + i) * 64), SixBits::kLeft - kOne - 2 * i), _mm512_set1_epi32(3 << (kOne + 2 * i)), x);
+        return (__m512)x;
+    };
+    const __m512i rows = _mm512_setr_epi32(0, 0, 0, 0, 0, 0, 0, 0, 4, 4, 4, 4, 4, 4, 4, 4);
+#pragma GCC unroll 2
+    for (int g = 0; g < 2; g++)
+#pragma GCC unroll 4
+        for (int j = 0; j < 4; j++) {
+            const __m512 of_group = _mm512_load_ps(scales.scale(g));
+            const __m512 low = _mm512_permutexvar_ps(_mm512_add_epi32(rows, _mm512_set1_epi32(j)), of_group), low_shift = _mm512_mul_ps(low, _mm512_set1_ps(-544));
+            const __m512 high = _mm512_permutexvar_ps(_mm512_add_epi32(rows, _mm512_set1_epi32(j + 8)), of_group), high_shift = _mm512_mul_ps(high, _mm512_set1_ps(-544));
+#pragma GCC unroll 2
+            for (int c = 2 * g; c < 2 * g + 2; c++) {
+                const int n = 16 * g + 4 * j + c % 2 * 2;
+                const __m512 first = _mm512_fmadd_ps(number(n), low, low_shift);
+                body(c, j, (__m512i)_mm512_cvtne2ps_pbh(_mm512_fmadd_ps(number(n + 1), high, high_shift), first));
+            }
+        }
 }
 
 // Codes of four bits, of which four rows share a word.

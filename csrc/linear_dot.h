@@ -25,10 +25,13 @@ constexpr int kTurningRows = 3;        // rows that meet codes of four bits whil
 constexpr int64_t kMostRows = 96, kMostBlocks = 16;
 constexpr int64_t kTaskBytes = 65536;  // of weights: threads are done at about the same time, and seldom write to the same line of memory
 
+// Codes that for_features expands.
+constexpr bool comes_turned(Type type) { return has_nibbles(type) || has_sixes(type); }
+
 // Up to how many rows weights are multiplied as they come from memory. Of blocks fewer, or just one: six copies of what expands each of
 // their types take minutes to build.
 constexpr int streamed_rows(Type type) {
-    if (is_blocks(type)) return has_nibbles(type) ? 4 : block_format(type).bits == 8 ? 3 : 1;
+    if (is_blocks(type)) return comes_turned(type) ? 4 : block_format(type).bits == 8 ? 3 : 1;
     return type == Type::i4 ? 5 : is_turned(type) ? 4 : kFewRows;
 }
 
@@ -47,16 +50,6 @@ QUIRE_INLINE void load_rows(const uint8_t* tile, const Scales& scales, __m512i (
             odd[i] = expand_blocks<kType>(tile, scales, row + 1);
         }
     }
-}
-
-// Four rows -> for each piece of 8 columns, the rows' pieces side by side.
-QUIRE_INLINE void turn(const __m512i (&rows)[4], __m512i (&out)[4]) {
-    const __m512i a = _mm512_shuffle_i64x2(rows[0], rows[1], 0x44), b = _mm512_shuffle_i64x2(rows[0], rows[1], 0xee);
-    const __m512i c = _mm512_shuffle_i64x2(rows[2], rows[3], 0x44), d = _mm512_shuffle_i64x2(rows[2], rows[3], 0xee);
-    out[0] = _mm512_shuffle_i64x2(a, c, 0x88);
-    out[1] = _mm512_shuffle_i64x2(a, c, 0xdd);
-    out[2] = _mm512_shuffle_i64x2(b, d, 0x88);
-    out[3] = _mm512_shuffle_i64x2(b, d, 0xdd);
 }
 
 // Calls body(pair, even, odd) for pair = 0 and 1, constants: rows 4i + 2 * pair of a tile and those after them, i = 0..3, turned.
@@ -81,9 +74,9 @@ QUIRE_INLINE void turn_codes(const uint8_t* words, __m512i& first, __m512i& seco
     second = _mm512_shuffle_i64x2(low, high, 0xdd);
 }
 
-// Calls body(c, j, weights) of columns 8c .. 8c + 7 of the rows 4i + j, i = 0..3, with j = 0..3 for each c: registers are left for many sums.
+// Of four bits, as for_features.
 template <Type kType, class Scales, class Body>
-QUIRE_INLINE void for_features(const uint8_t* tile, const Scales& scales, const Body& body) {
+QUIRE_INLINE void for_nibbles(const uint8_t* tile, const Scales& scales, const Body& body) {
     const uint8_t* words = tile + (kType == Type::i4 ? 32 : 0);
     __m512i first, second, low[4], high[4];
     turn_codes(words, first, second);
@@ -104,6 +97,13 @@ QUIRE_INLINE void for_features(const uint8_t* tile, const Scales& scales, const 
     turn_codes(words + 32, first, second);
     with(2, first);
     with(3, second);
+}
+
+// Calls body(c, j, weights) of columns 8c .. 8c + 7 of the rows 4i + j, i = 0..3, with j = 0..3 for each c or each two: registers are left for many sums.
+template <Type kType, class Scales, class Body>
+QUIRE_INLINE void for_features(const uint8_t* tile, const Scales& scales, const Body& body) {
+    if constexpr (has_sixes(kType)) return for_sixes<kType>(tile, scales, body);
+    else for_nibbles<kType>(tile, scales, body);
 }
 
 inline __m512 add_dot(__m512 sum, __m512i weights, __m512i x) { return _mm512_dpbf16_ps(sum, (__m512bh)weights, (__m512bh)x); }
@@ -204,17 +204,17 @@ inline void stream_block(const uint8_t* tile, int64_t num_tiles, int64_t tile_by
                 }
             continue;
         }
-        constexpr bool kCodes = has_nibbles(kType);  // L1 has little room beside what they stand for
+        constexpr bool kCodes = comes_turned(kType);  // L1 has little room beside what they stand for
         for (int64_t i = 0; i < tile_bytes; i += 64)
             _mm_prefetch(reinterpret_cast<const char*>(tile + (kCodes ? 2 : 1) * kBytesAhead + i), kCodes ? _MM_HINT_T1 : _MM_HINT_T0);
         if constexpr (kCodes) {
-            __m512i eights[kRows];
+            __m512i eights[kRows][2];
             for_features<kType>(tile, scales, [&](int c, int j, __m512i weights) QUIRE_ALWAYS {
                 if (kTurns) _mm512_store_si512(turned + t * 1024 + c * 256 + j * 64, weights);
 #pragma GCC unroll 8
                 for (int m = 0; m < kRows; m++) {
-                    if (j == 0) eights[m] = eight_of_x(rows.at(m, c));
-                    acc[m][j] = add_dot(acc[m][j], weights, eights[m]);
+                    if (j == 0) eights[m][c % 2] = eight_of_x(rows.at(m, c));
+                    acc[m][j] = add_dot(acc[m][j], weights, eights[m][c % 2]);
                 }
             });
         } else if constexpr (!kTurned) for_pairs<kType>(tile, scales, [&](auto pair, const __m512i (&even)[4], const __m512i (&odd)[4]) QUIRE_ALWAYS {
@@ -453,8 +453,8 @@ inline void linear_dot_of(const LinearArgs& a, Context& context) {
         places = group * blocks.parts;
     }
     Turning turning{};
-    static_assert(!has_nibbles(kType) || streamed_rows(kType) >= kTurningRows, "there are more rows than that");
-    if constexpr (has_nibbles(kType)) turning = {stream_block<kType, false, kTurningRows, true>, kTurningRows};
+    static_assert(!comes_turned(kType) || streamed_rows(kType) >= kTurningRows, "there are more rows than that");
+    if constexpr (comes_turned(kType)) turning = {stream_block<kType, false, kTurningRows, true>, kTurningRows};
     else if constexpr (!kTurned) turning = {turn_block<kType>, 0};
     if constexpr (has_half_scales(kType)) fill_half_values<kType>();
     const auto multiply = multiply_blocks<kType == Type::i8_turned ? kType : Type::bf16_turned, kBytes>;

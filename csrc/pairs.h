@@ -26,10 +26,9 @@ constexpr Place paired_place(int64_t row, int64_t col, int bits) {
     const int shared = 16 / bits;
     return {row / 8 * (256 / shared) + col / 2 / shared * 16 + row % 8 * 2 + col % 2, int(col / 2 % shared) * bits};
 }
-// In a plain tile; columns c and c + 16 are neighbours in formats of six bits.
-constexpr Place plain_place(int64_t row, int64_t col, int bits, bool six = false) {
+constexpr Place plain_place(int64_t row, int64_t col, int bits) {  // in a plain tile
     const int shared = 16 / bits;
-    return {row / shared * 32 + (six ? col % 16 * 2 + col / 16 : col), int(row % shared) * bits};
+    return {row / shared * 32 + col, int(row % shared) * bits};
 }
 
 inline unsigned code_at(const uint8_t* plane, Place at, int bits) {
