@@ -87,7 +87,7 @@ struct SixBits {
 
     // Calls body(dword, first bit in it, first bit of the code, how many) for each piece of the code.
     template <class Body>
-    void for_parts(const Body& body) const {
+    QUIRE_ALWAYS void for_parts(const Body& body) const {
         if (number < 30) return body(number / 5 * 16 + lane, kFirst[number % 5], 0, 6);
         for (int i = 0; i < 3; i++) body(((number - 30) * 3 + i) * 16 + lane, kLeft, 2 * i, 2);
     }
@@ -101,16 +101,6 @@ inline void put_six(uint8_t* tile, int row, int col, unsigned code) {
         std::memcpy(tile + 4 * at, &dword, 4);
     });
 }
-// Of eight columns from `col`, a multiple of eight, on.
-QUIRE_INLINE void sixes_of(const uint8_t* tile, int row, int col, int32_t* codes) {
-    for (int i = 0; i < 8; i++) codes[i] = 0;
-    SixBits(row, col).for_parts([&](int at, int first, int from, int bits) QUIRE_ALWAYS {
-        uint32_t dwords[8];
-        std::memcpy(dwords, tile + 4 * at, 32);
-        for (int i = 0; i < 8; i++) codes[i] |= int32_t((dwords[i] >> first & ((1u << bits) - 1)) << from);
-    });
-}
-
 // Calls body(offset of a plane in the tile, the first bit of codes that it has, how many) for a format's planes of bits.
 template <class Body>
 inline void for_planes(const BlockFormat& f, const Body& body) {
@@ -345,9 +335,17 @@ QUIRE_INLINE void unpack_blocks_row(const uint8_t* tile, const BlockScales<kType
             codes |= (words_of(words + c) >> right & ((1 << bits) - 1)) << first;
         };
         if constexpr (f.bits == 6) {
-            alignas(64) int32_t sixes[kLanes < 8 ? 8 : kLanes];
-            for (int i = 0; i < kLanes; i += 8) sixes_of(tile, row, c / 8 * 8 + i, sixes + i);
-            std::memcpy(&codes, sixes + c % 8, sizeof codes);
+            constexpr int kRun = kLanes < 8 ? kLanes : 8;  // columns whose dwords are neighbours
+            for (int i = 0; i < kLanes; i += kRun) {
+                typedef uint32_t Run __attribute__((vector_size(4 * kRun)));
+                Run run{};
+                SixBits(row, c + i).for_parts([&](int at, int first, int from, int bits) QUIRE_ALWAYS {
+                    Run dwords;
+                    std::memcpy(&dwords, tile + 4 * at, sizeof dwords);
+                    run |= (dwords >> first & ((1u << bits) - 1)) << from;
+                });
+                std::memcpy(reinterpret_cast<int32_t*>(&codes) + i, &run, sizeof run);
+            }
         }
         if (f.bits == 8) codes = signed_bytes(tile + row * 32 + c);
         if (f.bits == 4 || f.bits == 5) plane(tile, 0, 4);
