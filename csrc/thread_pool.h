@@ -37,27 +37,39 @@ private:
 };
 
 class ThreadPool {
-    struct alignas(64) Part {  // of tasks, a thread's own
-        std::atomic<int64_t> next{0};
-        int64_t end = 0;
+    // A thread's own part of the tasks: how many of them were taken, and above kTakenBits the region that they are of. It begins when
+    // somebody first looks for a task in it: were one thread to begin them all, a hundred cores' lines would come to it before each region.
+    struct alignas(64) Part {
+        std::atomic<uint64_t> taken{0};
     };
+    static constexpr int kTakenBits = 24;
 
 public:
     // Where a thread gets tasks one by one: those of its own part, in order, and then what others have left of theirs.
     class Tasks {
     public:
-        Tasks(std::vector<Part>& parts, int thread) : parts_(parts), part_(thread) {}
+        Tasks(std::vector<Part>& parts, uint64_t region, int64_t num_tasks, int thread)
+            : parts_(parts), region_(region), num_tasks_(num_tasks), part_(thread) {}
         bool take(int64_t& task) {
-            for (; tried_ < parts_.size(); tried_++, part_ = (part_ + 1) % parts_.size()) {
-                task = parts_[part_].next.fetch_add(1, std::memory_order_relaxed);
-                if (task < parts_[part_].end) return true;
+            const int64_t count = int64_t(parts_.size());
+            for (; tried_ < count; tried_++, part_ = part_ + 1 < count ? part_ + 1 : 0) {
+                const int64_t begin = num_tasks_ * part_ / count, end = num_tasks_ * (part_ + 1) / count;
+                std::atomic<uint64_t>& taken = parts_[part_].taken;
+                uint64_t seen = taken.load(std::memory_order_relaxed);
+                while (seen < region_ && !taken.compare_exchange_weak(seen, region_, std::memory_order_relaxed)) {}
+                // At the end all look through all parts: reading leaves their lines where others can read them, too.
+                if (begin + int64_t(seen - region_) >= end) continue;
+                task = begin + int64_t(taken.fetch_add(1, std::memory_order_relaxed) - region_);
+                if (task < end) return true;
             }
             return false;
         }
 
     private:
         std::vector<Part>& parts_;
-        size_t part_, tried_ = 0;
+        const uint64_t region_;
+        const int64_t num_tasks_;
+        int64_t part_, tried_ = 0;
     };
 
     explicit ThreadPool(int num_threads);
@@ -86,10 +98,9 @@ public:
     // nothing but at the start and the end, which takes half a microsecond each time where cores are far apart.
     template <class Body>
     void run_parts(int64_t num_tasks, const Body& body) {
-        const int64_t count = size();
-        for (int64_t i = 0; i < count; i++) parts_[i].next = num_tasks * i / count, parts_[i].end = num_tasks * (i + 1) / count;
-        run(count, [&](int64_t, int thread) {
-            Tasks tasks(parts_, thread);
+        const uint64_t region = part_region_ += uint64_t(1) << kTakenBits;
+        run(size(), [&](int64_t, int thread) {
+            Tasks tasks(parts_, region, num_tasks, thread);
             body(tasks, thread);
         });
     }
@@ -107,8 +118,9 @@ private:
     std::atomic<uint64_t> state_{0};
     Call call_ = nullptr;
     const void* body_ = nullptr;
+    uint64_t part_region_ = 0;
     alignas(64) std::atomic<int64_t> done_{0};
-    std::vector<Part> parts_;
+    alignas(64) std::vector<Part> parts_;  // apart from done_, as is what those who wait look at: each who is done would take it from all others
     std::atomic<int> sleeping_{0};
     std::atomic<bool> stop_{false};
     std::mutex mutex_;

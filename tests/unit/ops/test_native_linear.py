@@ -153,7 +153,7 @@ def test_threads_share_a_product_out(level: str, type: Type, features: int) -> N
     """There may be more of them than blocks; who is done takes from others, and each copies a few rows of x itself."""
     x, matrix = draw(40, 3100, dtype=torch.bfloat16), packed(draw(features, 3100), type)
     whole = Product(matrix, x.dtype)(x)
-    for num_threads in (2, 3, 5):
+    for num_threads in (2, 3, 5, 40):
         with Threads(num_threads):
             product = Product(matrix, x.dtype)
             for rows in (1, 4, 12, 24, 25, 40):
