@@ -39,6 +39,18 @@ struct Sums {
 
 constexpr int64_t kDeltaStride = 32;
 
+// Pieces of a product in tasks of about `group`: as many for each thread, and none larger than the others by more than a piece.
+struct EvenTasks {
+    int64_t pieces, count;
+
+    EvenTasks(int64_t num_pieces, int64_t group, int64_t num_threads)
+        : pieces(num_pieces), count(round_up(divide_up(num_pieces, group), num_threads)) {
+        if (count > pieces) count = pieces;
+    }
+    int64_t begin(int64_t task) const { return pieces * task / count; }
+    int64_t end(int64_t task) const { return begin(task + 1); }
+};
+
 // The end of a product. Only the features there are are written.
 template <class T, class Out, Epilogue kEpilogue>
 QUIRE_ONE_COPY void finish_rows(const LinearArgs& a, const Sums& s) {

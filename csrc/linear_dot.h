@@ -10,8 +10,6 @@
 // the same sums, added at the end in the same order.
 #pragma once
 
-#include <algorithm>
-
 #include "expand.h"
 #include "linear.h"
 
@@ -458,17 +456,17 @@ inline void linear_dot_of(const LinearArgs& a, Context& context) {
     else if constexpr (!kTurned) turning = {turn_block<kType>, 0};
     if constexpr (has_half_scales(kType)) fill_half_values<kType>();
     const auto multiply = multiply_blocks<kType == Type::i8_turned ? kType : Type::bf16_turned, kBytes>;
-    // As many tasks for each thread, and none larger than the others by more than a block.
-    const int64_t num_tasks = std::min(round_up(divide_up(blocks.count, group), int64_t(context.pool.size())), blocks.count);
-    auto begin_of = [&](int64_t task) { return blocks.count * task / num_tasks; };
-    context.pool.run_parts(num_tasks, [&](ThreadPool::Tasks& tasks, int thread) {
+    const EvenTasks all_tasks(blocks.count, group, context.pool.size());
+    context.pool.run_parts(all_tasks.count, [&](ThreadPool::Tasks& tasks, int thread) {
+        int64_t task;
+        if (!tasks.take(task)) return;  // before x is copied: there may be more threads than blocks
         const DotRows rows = all_rows.here(a, context.thread_scratch2[thread]);
         uint8_t* turned = turning.turn_block ? context.thread_scratch[thread].get<uint8_t>(places * turned_bytes) : nullptr;
-        for (int64_t task; tasks.take(task);) {
-            const BlockRange range{begin_of(task), begin_of(task + 1)};
+        do {
+            const BlockRange range{all_tasks.begin(task), all_tasks.end(task)};
             if (a.num_rows <= streamed_rows(kType)) stream_rows<kType, kBytes>(blocks, rows, range);
             else multiply(blocks, rows, range, turning, turned);
-        }
+        } while (tasks.take(task));
     });
 }
 
