@@ -381,14 +381,18 @@ inline void linear_amx(const LinearArgs& a, Context& context) {
     if (a.num_rows == 0) return;
     if (w.type == Type::i4) fill_i4_values();
     const int64_t width = a.num_rows < 16 ? a.num_rows : 16;  // no wider than need be: x is read again with every block
-    uint32_t* x = context.shared.get<uint32_t>(row_blocks * tiles * 16 * width);
-    context.pool.run(row_blocks, [&](int64_t i, int) {
+    const int64_t x_size = row_blocks * tiles * 16 * width;
+    auto pack_rows = [&](int64_t i, uint32_t* x) {
         int64_t rows = a.num_rows - i * 16 < 16 ? a.num_rows - i * 16 : 16;
         uint32_t* out = x + i * tiles * 16 * width;
         pack_columns(static_cast<const bf16*>(a.x) + i * 16 * a.x_stride, a.x_stride, rows, w.cols, out, width);
         const int64_t there = divide_up(w.cols, 32);  // of tiles; where scales are striped there may be more
         std::memset(out + there * 16 * width, 0, (tiles - there) * 64 * width);
-    });
+    };
+    // So few rows each thread packs for itself: to wait for one that does, and to get them from there, takes longer.
+    const bool own = row_blocks == 1 && a.out != a.x;
+    uint32_t* shared_x = own ? nullptr : context.shared.get<uint32_t>(x_size);
+    if (!own) context.pool.run(row_blocks, [&](int64_t i, int) { pack_rows(i, shared_x); });
     const bool gated = is_gated(a.epilogue);
     const int64_t num_blocks = w.num_blocks(), num_pairs = gated ? num_blocks / 2 : divide_up(num_blocks, 2);
     auto pair = [&](int64_t i) {
@@ -407,27 +411,33 @@ inline void linear_amx(const LinearArgs& a, Context& context) {
     const int64_t pair_bytes = 2 * tiles * w.tile_bytes();
     int64_t group = few ? divide_up(131072, pair_bytes) : blocking.group_pairs;
     while (!few && group > 4 && num_pairs * panels < 2 * group * context.pool.size()) group /= 2;  // no thread waits long for another
+    if (few) {
+        const EvenTasks all_tasks(num_pairs, group, context.pool.size());
+        context.pool.run_parts(all_tasks.count, [&](ThreadPool::Tasks& tasks, int thread) {
+            int64_t task;
+            if (!tasks.take(task)) return;
+            Tiles configured(width);
+            bf16* scratch = context.thread_scratch[thread].get<bf16>(2 * 2 * chunk * 512);
+            uint32_t* x = own ? context.thread_scratch2[thread].get<uint32_t>(x_size) : shared_x;
+            if (own) pack_rows(0, x);
+            do for (int64_t i = all_tasks.begin(task); i < all_tasks.end(task); i++)
+                linear_few_rows(a, x, width, pair(i), pair(i + 1 < num_pairs ? i + 1 : i), scratch);
+            while (tasks.take(task));
+        });
+        return;
+    }
     const int64_t groups = divide_up(num_pairs, group);
     context.pool.run(groups * panels, [&](int64_t task, int thread) {
         Tiles configured(width);
         bf16* scratch = context.thread_scratch[thread].get<bf16>(2 * 2 * chunk * 512);
         int64_t first = task % groups * group, panel = task / groups;  // a panel of x is done with before the next
         const int64_t last = first + group < num_pairs ? first + group : num_pairs;
-        if (few) {
-            const int64_t others = (context.pool.size() - 1) * group;  // pairs that other threads do meanwhile
-            for (int64_t i = first; i < last; i++) {
-                int64_t next = i + 1 < last ? i + 1 : i + 1 + others;
-                if (next >= num_pairs) next = i;
-                linear_few_rows(a, x, width, pair(i), pair(next), scratch);
-            }
-            return;
-        }
         BlockPair pairs[kMostGroupPairs];
         for (int64_t i = first; i < last; i++) pairs[i - first] = pair(i);
         const int64_t begin = panel * panel_rows, end = begin + panel_rows < a.num_rows ? begin + panel_rows : a.num_rows;
         float* sums = context.thread_scratch2[thread].get<float>(group * panel_rows / 32 * 1024);
         auto multiply_with = [&](auto expand) {
-            linear_many_rows<decltype(expand)>(a, chunk, blocking.fetches_x, x, pairs, last - first, begin, end, scratch, sums);
+            linear_many_rows<decltype(expand)>(a, chunk, blocking.fetches_x, shared_x, pairs, last - first, begin, end, scratch, sums);
         };
         w.type == Type::bf16 ? multiply_with(AsTheyLie()) : with_expander(w.type, multiply_with);
     });
