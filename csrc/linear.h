@@ -33,7 +33,6 @@ struct Sums {
     int64_t stride, width, first;  // width, first: features
     int64_t up_first;      // the first of `up` among the weight's rows
     int64_t first_row, num_rows;
-    int64_t ahead = 1;     // blocks from here to those that this thread finishes next
     const float *delta = nullptr, *up_delta = nullptr;  // likewise, added to gate and up; or null
 };
 
@@ -126,7 +125,7 @@ inline void finish_adapted(const LinearArgs& a, Sums s) {
                 const int64_t at = a.lora_first + feature + i, shift = at % 16;
                 alignas(64) float pair[kRows * kDeltaStride];  // of blocks that the features begin within
                 auto run = [&](auto kernel, int64_t block, float* to) {
-                    kernel(*a.lora, a.inner, block, block + s.ahead, s.first_row, s.num_rows, to, kDeltaStride);
+                    kernel(*a.lora, a.inner, block, block + 1, s.first_row, s.num_rows, to, kDeltaStride);
                 };
                 auto add_block = [&](int64_t block, float* to) {
                     a.type == Type::f32 ? run(lora_block<float>, block, to) : run(lora_block<bf16>, block, to);

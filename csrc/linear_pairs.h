@@ -26,11 +26,16 @@ constexpr int kRowBits = 14, kWeightBits = 12;
 // and of each group of columns that share a scale of weights the sum of x. Where all codes mean so much less than they are,
 // that is an integer, so many times less than none, with which sums of products begin: as if codes were what they mean.
 struct PairedRows {
-    const int32_t* codes;  // [panels][pairs of columns][width]
-    const float* scales;   // [panels][tiles][3][width]: the unit; of up to two groups the sum, or the integer
+    int32_t* codes;  // [panels][pairs of columns][width]
+    float* scales;   // [panels][tiles][3][width]: the unit; of up to two groups the sum, or the integer
     int64_t num_tiles;
     int width;  // rows of a panel
 
+    PairedRows(const LinearArgs& a, int panel_rows, Scratch& memory) : num_tiles(a.weight.num_tiles()), width(panel_rows) {
+        const int64_t panels = divide_up(a.num_rows, width);
+        codes = memory.get<int32_t>(panels * num_tiles * (16 + 3) * width);
+        scales = reinterpret_cast<float*>(codes + panels * num_tiles * 16 * width);
+    }
     const int32_t* panel(int64_t first_row, int64_t tile) const { return codes + (first_row / width * num_tiles + tile) * 16 * width; }
     const float* unit(int64_t first_row, int64_t tile) const { return scales + (first_row / width * num_tiles + tile) * 3 * width; }
 };
@@ -100,31 +105,25 @@ QUIRE_ONE_COPY inline float to_integers(const float* x, int16_t* numbers) {
     return is_number ? __builtin_inff() : __builtin_nanf("");
 }
 
-inline PairedRows pair_rows(const LinearArgs& a, int groups, int zero, int width, Context& context) {
-    const int64_t tiles = a.weight.num_tiles(), panels = divide_up(a.num_rows, width);
-    int32_t* codes = context.shared.get<int32_t>(panels * tiles * (16 + 3) * width);
-    float* scales = reinterpret_cast<float*>(codes + panels * tiles * 16 * width);
+// x as integers: the rows of one panel.
+inline void fill_panel(const LinearArgs& a, int64_t panel, int groups, int zero, const PairedRows& out, Scratch& scratch) {
+    const int64_t tiles = out.num_tiles, width = out.width;
     const bool in_bytes = a.weight.type == Type::w8a8;
-    context.pool.run(panels, [&](int64_t panel, int thread) {
-        float* x = context.thread_scratch[thread].get<float>(tiles * 32);
-        for (int64_t i = a.weight.cols; i < tiles * 32; i++) x[i] = 0;
-        for (int64_t row = panel * width; row < a.num_rows && row < (panel + 1) * width; row++) {
-            const bf16* from = static_cast<const bf16*>(a.x) + row * a.x_stride;
-            for_vectors(a.weight.cols, [&](int64_t i, int n) { store_n(x + i, load_n(from + i, n), n); });
-            const float most = in_bytes ? largest_magnitude(x, tiles * 32) : 0;
-            for (int64_t t = 0; t < tiles; t++) {
-                const int64_t at = panel * tiles + t, place = row % width;
-                int32_t* to = codes + at * 16 * width + place;
-                float* unit = scales + at * 3 * width + place;
-                alignas(32) int16_t numbers[32];
-                float counted_in = most / 127.0f;
-                if (in_bytes) to_bytes(x + t * 32, most > 0 ? 127.0f / most : 0.0f, numbers);
-                else counted_in = to_integers(x + t * 32, numbers);
-                put_integers(numbers, counted_in, groups, zero, width, to, unit);
-            }
+    float* x = scratch.get<float>(tiles * 32);
+    for (int64_t i = a.weight.cols; i < tiles * 32; i++) x[i] = 0;
+    for (int64_t row = panel * width; row < a.num_rows && row < (panel + 1) * width; row++) {
+        const bf16* from = static_cast<const bf16*>(a.x) + row * a.x_stride;
+        for_vectors(a.weight.cols, [&](int64_t i, int n) { store_n(x + i, load_n(from + i, n), n); });
+        const float most = in_bytes ? largest_magnitude(x, tiles * 32) : 0;
+        for (int64_t t = 0; t < tiles; t++) {
+            const int64_t at = panel * tiles + t, place = row % width;
+            alignas(32) int16_t numbers[32];
+            float counted_in = most / 127.0f;
+            if (in_bytes) to_bytes(x + t * 32, most > 0 ? 127.0f / most : 0.0f, numbers);
+            else counted_in = to_integers(x + t * 32, numbers);
+            put_integers(numbers, counted_in, groups, zero, out.width, out.codes + at * 16 * width + place, out.scales + at * 3 * width + place);
         }
-    });
-    return {codes, scales, tiles, width};
+    }
 }
 
 QUIRE_INLINE __m256i load_words(const uint8_t* p) { return _mm256_loadu_si256(reinterpret_cast<const __m256i*>(p)); }
@@ -363,19 +362,30 @@ QUIRE_ONE_COPY void panel_rows(const WeightPanel& w, int64_t num_tiles, const in
 template <class Tile>
 void linear_paired(const LinearArgs& a, Context& context) {
     const bool few = a.num_rows <= kFewRows * (Tile::kMade ? 1 : 2);
-    const PairedRows x = pair_rows(a, Tile::kGroups, Tile::kZero, few ? kFewRows : kPairRows, context);
+    const int width = few ? kFewRows : kPairRows;
+    // One panel each thread makes for itself: to wait for one that does, and to get it from there, takes longer.
+    const bool own = few && a.num_rows <= width && a.out != a.x;
+    const PairedRows x(a, width, context.shared);
+    auto fill = [&](const PairedRows& rows, int64_t panel, int thread) { fill_panel(a, panel, Tile::kGroups, Tile::kZero, rows, context.thread_scratch[thread]); };
+    if (!own) context.pool.run(divide_up(a.num_rows, width), [&](int64_t panel, int thread) { fill(x, panel, thread); });
     const Matrix& w = a.weight;
     const bool gated = is_gated(a.epilogue);
     const int64_t count = gated ? w.num_blocks() / 2 : w.num_blocks();
     if (few) {
-        context.pool.run(count, [&](int64_t block, int) {
+        context.pool.run_parts(count, [&](ThreadPool::Tasks& tasks, int thread) {
+            int64_t block;
+            if (!tasks.take(block)) return;
+            const PairedRows rows = own ? PairedRows(a, width, context.thread_scratch2[thread]) : x;
+            if (own) fill(rows, 0, thread);
             alignas(64) float sums[2][2 * kFewRows * 16];
-            for (int part = 0; part < 1 + gated; part++)
-                for (int64_t m = 0; m < a.num_rows; m += kFewRows)
-                    with_rows<kFewRows>(a.num_rows - m, [&](auto rows) {
-                        few_rows<Tile, rows>(w, block + part * count, x, m, sums[part] + m * 16);
-                    });
-            finish(a, {sums[0], gated ? sums[1] : nullptr, 16, 16, block * 16, (block + count) * 16, 0, a.num_rows, context.pool.size()});
+            do {
+                for (int part = 0; part < 1 + gated; part++)
+                    for (int64_t m = 0; m < a.num_rows; m += kFewRows)
+                        with_rows<kFewRows>(a.num_rows - m, [&](auto num) {
+                            few_rows<Tile, num>(w, block + part * count, rows, m, sums[part] + m * 16);
+                        });
+                finish(a, {sums[0], gated ? sums[1] : nullptr, 16, 16, block * 16, (block + count) * 16, 0, a.num_rows});
+            } while (tasks.take(block));
         });
         return;
     }
