@@ -12,6 +12,7 @@
 namespace quire::QUIRE_NS {
 
 constexpr int kDotRows = 4;            // rows whose sums of 64 columns stay in registers, beside what the softmax needs
+constexpr int kScoreParts = 2 * kDotRows;  // of their products with keys, after each of which comes a step of the softmax
 constexpr int64_t kDotTaskRows = 192;  // of a task, which share each gathered chunk
 constexpr int kDirectRows = 8;         // rows that at a time meet keys and values as they lie in memory, the first ones of which bring them near
 constexpr int64_t kManyRows = 48;      // rows that share gathered chunks: in their long products what comes is fetched, and not while gathering
@@ -234,14 +235,14 @@ QUIRE_INLINE void add_pairs(const uint32_t* x, int64_t x_stride, const uint32_t*
     }
 }
 
-// out[row][16 * kVectors] = the products of pairs, of which there are a multiple of kDotRows; after each of so many equal parts
+// out[row][16 * kVectors] = the products of pairs, of which there are a multiple of kScoreParts; after each of so many equal parts
 // calls between(part).
 template <int kRows, int kVectors, class Between>
 inline void dot_scores(const uint32_t* x, const uint32_t* y, int64_t num_pairs, float* out, const Between& between) {
     __m512 acc[kRows][kVectors];
     times<kRows>([&](auto r) QUIRE_ALWAYS { times<kVectors>([&](auto j) QUIRE_ALWAYS { acc[r][j] = _mm512_setzero_ps(); }); });
-    const int64_t part = num_pairs / kDotRows;
-    for (int i = 0; i < kDotRows; i++) {
+    const int64_t part = num_pairs / kScoreParts;
+    for (int i = 0; i < kScoreParts; i++) {
         add_pairs<kRows, kVectors>(x, num_pairs, y, kChunk, i * part, (i + 1) * part, acc);
         between(i);
     }
@@ -508,7 +509,8 @@ struct DotKernel {
     }
 
     // Rows [first_row, end_row) meet a gathered chunk: first its keys, then its values, so that L1 need hold but one of them. The
-    // softmax of a few rows goes between products of the next ones, by execution units that products leave idle.
+    // softmax of a few rows goes between products of the next ones, by execution units that products leave idle: maxima too, as
+    // right after their own products they would wait for the last of them, and the next products with them.
     QUIRE_ONE_COPY void attend(const Sight& sight, const DotScratch& s, int64_t first_row, int64_t end_row, int64_t chunk, Ahead<Cached>* ahead,
                                ScoreFactors factors, Partial partial) const {
         const int64_t dim = a.cache_shape.padded_dim(), num_rows = end_row - first_row;
@@ -532,8 +534,10 @@ struct DotKernel {
         int64_t before = -1, before_count = 0;  // rows whose scores are there, and the softmax is not
         auto scores_of = [&](int64_t row) { return s.scores + row % (2 * kDotRows) * kChunk; };
         auto weigh = [&](int64_t r) QUIRE_ALWAYS { weigh_row<kScaled>(s, before + r, scores_of(before + r), factors.outer, highest[before + r]); };
-        auto between = [&](int64_t r) QUIRE_ALWAYS {
-            if (before >= 0) weigh(r);
+        auto raise = [&](int64_t r) QUIRE_ALWAYS { raise_highest<kScaled, kCapped>(s, scores_of(before + r), s.seen[before + r], factors, highest[before + r]); };
+        auto between = [&](int64_t part) QUIRE_ALWAYS {
+            if (before < 0) return;
+            part < kDotRows ? raise(part) : weigh(part - kDotRows);
         };
         for_rows(0, [&](int64_t row, int64_t count, int64_t first, int64_t end) {
             const int64_t vector = first / 16;
@@ -543,8 +547,8 @@ struct DotKernel {
             else
                 with_rows<4>(divide_up(end, 16) - vector, [&](auto vectors) { multiply(std::integral_constant<int, kDotRows>(), vectors); });
             before = row, before_count = count;
-            for (int64_t r = row; r < row + count; r++) raise_highest<kScaled, kCapped>(s, scores_of(r), s.seen[r], factors, highest[r]);
         });
+        for (int64_t r = 0; r < before_count; r++) raise(r);
         for (int64_t r = 0; r < before_count; r++) weigh(r);
         add_totals(s, num_rows, highest, s.totals + first_row * 16);
         for_rows(1, [&](int64_t row, int64_t count, int64_t first, int64_t end) {
