@@ -13,7 +13,7 @@ namespace quire::QUIRE_NS {
 
 constexpr int kDotRows = 4;            // rows whose sums of 64 columns stay in registers, beside what the softmax needs
 constexpr int kScoreParts = 2 * kDotRows;  // of their products with keys, after each of which comes a step of the softmax
-constexpr int64_t kDotTaskRows = 192;  // of a task, which share each gathered chunk
+constexpr int64_t kDotTaskRows = 256;  // of a task, which share each gathered chunk
 constexpr int kDirectRows = 8;         // rows that at a time meet keys and values as they lie in memory, the first ones of which bring them near
 constexpr int64_t kManyRows = 48;      // rows that share gathered chunks: in their long products what comes is fetched, and not while gathering
 constexpr int64_t kLead = 16384;       // bytes that are fetched before they are read, where that goes on at any time
