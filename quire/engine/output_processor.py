@@ -101,7 +101,9 @@ class RequestRecord:
             self._add_prompt_logprobs(news.prompt_logprobs)
         token_ids += news.new_token_ids
         if detokenizer is not None and (self._reads or reason is not None):
-            stop_string = detokenizer.update(token_ids[detokenizer.num_tokens :], reason == "stop")
+            # Where the model has no token for it, what a grammar ends with is text.
+            ends = reason == "stop" and (news.stop_reason is not None or self.request.task.eos_token_id is not None)
+            stop_string = detokenizer.update(token_ids[detokenizer.num_tokens :], ends)
             if stop_string is not None:
                 del token_ids[detokenizer.num_tokens :]
         if news.logprobs is not None:

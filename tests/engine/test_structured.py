@@ -4,9 +4,11 @@ import asyncio
 import itertools
 import json
 import re
+import shutil
 import threading
 import time
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import jsonschema
@@ -22,6 +24,7 @@ from quire.executor.inprocess import InProcessExecutor
 from quire.protocol.step import StepPlan
 from quire.scheduler.outcomes import MANY_GUIDED
 from quire.structured_outputs import StructuredOutputsParams
+from quire.utils.hub import resolve_model_path
 
 PROMPTS = ["Once upon a time", "The captain said", "It was", "She had never seen such a thing, and"]
 PERSON = {
@@ -289,6 +292,19 @@ def test_the_end() -> None:
     assert reason == "stop"
     text, reason = ask(structured_outputs={"json": PERSON}, max_tokens=3)
     assert reason == "length"
+
+
+def test_the_end_of_a_model_without_an_end_token(tmp_path: Path) -> None:
+    """The grammar's last token is text, as no token says that it has ended."""
+    model = shutil.copytree(resolve_model_path("demo"), tmp_path / "demo")
+    for name in ("config.json", "generation_config.json"):
+        said = json.loads((model / name).read_text())
+        (model / name).write_text(json.dumps(said | {"eos_token_id": None}))
+    llm = LLM(str(model), max_model_len=128)
+    for n in (1, 2):
+        params = SamplingParams(n=n, structured_outputs=StructuredOutputsParams(choice=["yes", "no way"]))
+        outputs = llm.generate("Once", params, use_tqdm=False)[0].outputs
+        assert {(each.text in ("yes", "no way"), each.finish_reason) for each in outputs} == {(True, "stop")}
 
 
 REFUSED: list[tuple[dict[str, Any], str]] = [
