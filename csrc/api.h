@@ -1,4 +1,4 @@
-// What the C functions of the library (api*.cpp, program.cpp) share: the contexts that calls run in, and the touch of memory.
+// What the C functions of the library (api*.cpp, program.cpp) share: the contexts that calls run in.
 //
 // The library is plain C to the outside, loaded by quire/ops/native/library.py with ctypes: no Python or torch headers
 // are needed to build it, one build serves every Python, and ctypes lets go of the GIL around each call.
@@ -16,14 +16,6 @@ namespace quire {
 // Something is computed; what waits for a quiet moment goes on waiting (touch.cpp).
 void begin_call();
 void end_call();
-
-struct Region {
-    uint8_t* begin;
-    int64_t num_bytes;
-};
-
-// Touches every page of writable memory on all threads; contents stay.
-void touch(const std::vector<Region>& regions, Context& context);
 
 // One call on so many threads, while it lives. Calls on as many threads take turns; others run beside them.
 class Call {

@@ -1,6 +1,5 @@
 #include "program.h"
 
-#include <algorithm>
 #include <chrono>
 #include <cstring>
 
@@ -35,39 +34,23 @@ struct Run {
     }
 };
 
-}  // namespace
-
-std::vector<Program::Layer> Program::layers_of(const std::vector<Instruction>& instructions, const Kernels& kernels) {
-    std::vector<Layer> layers;
+std::vector<HeadSpec> heads_in(const std::vector<Instruction>& instructions, const Kernels& kernels) {
+    std::vector<HeadSpec> heads;
     for (const Instruction& instruction : instructions) {
         const Operation& operation = kernels.operations[instruction.op];
-        for (const Field* field = operation.fields; field < operation.fields + operation.num_fields; field++) {
-            if (std::strcmp(field->kind, "HeadSpec") != 0) continue;
-            Layer layer{};
-            std::memcpy(&layer.heads, instruction.spec + field->offset, sizeof layer.heads);
-            const auto is_same = [&](const Layer& known) { return known.heads.layer == layer.heads.layer; };
-            if (std::none_of(layers.begin(), layers.end(), is_same)) layers.push_back(layer);
-        }
+        for (const Field* field = operation.fields; field < operation.fields + operation.num_fields; field++)
+            if (!std::strcmp(field->kind, "HeadSpec"))
+                std::memcpy(&heads.emplace_back(), instruction.spec + field->offset, sizeof(HeadSpec));
     }
-    return layers;
+    return heads;
 }
 
-// Touches the caches of all layers as far as the step writes, in case it comes farther than any before: a pool hands out
-// the first blocks first. A layer after the other would be one page at a time, for which all threads wait.
-void Program::touch_caches(const RunArgs& args, Context& context) {
-    std::vector<Region> regions;
-    const Operands operands{args.num_rows, {}, {}, {}, args.steps, args.caches, args.cache_type};
-    for (Layer& layer : layers_) {
-        const StepArgs& step = *layer.heads.step(operands);
-        const int64_t last = *std::max_element(step.slots, step.slots + step.num_tokens);
-        const int64_t end = (last / step.block_size + 1) * layer.heads.cache_shape(operands).block_bytes();
-        uint8_t* cache = layer.heads.cache(operands);
-        const int64_t begin = cache == layer.cache ? layer.num_touched : 0;
-        regions.push_back({cache + begin, end - begin});
-        layer.cache = cache, layer.num_touched = std::max(begin, end);
-    }
-    touch(regions, context);
-}
+}  // namespace
+
+Program::Program(const ProgramSpec& spec)
+    : instructions_(spec.instructions, spec.instructions + spec.num_instructions),
+      buffers_(spec.buffers, spec.buffers + spec.num_buffers), own_(spec.num_buffers), kernels_(*spec.kernels),
+      num_threads_(spec.num_threads), caches_(heads_in(instructions_, kernels_)), seconds_(spec.num_instructions) {}
 
 void Program::reserve(int64_t num_rows) {
     for (size_t i = 0; i < buffers_.size(); i++) {
@@ -84,7 +67,7 @@ void Program::run(const RunArgs& args, Context& context) {
         int64_t bytes = args.num_rows * stride_of(buffers_[i]) * type_bytes(buffers_[i].type);
         memory[i] = buffers_[i].bound ? args.bound[i] : own_[i].get<uint8_t>(bytes);
     }
-    touch_caches(args, context);
+    caches_.reach({args.num_rows, {}, {}, {}, args.steps, args.caches, args.cache_type}, context);
     const Run run{args, buffers_, memory, kernels_, context};
     if (!timed_) {
         for (int64_t i = args.first; i < args.last; i++) run(instructions_[i]);

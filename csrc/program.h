@@ -6,7 +6,7 @@
 // for a run.
 #pragma once
 
-#include "operation.h"
+#include "touch.h"
 
 namespace quire {
 
@@ -44,10 +44,7 @@ struct RunArgs {
 
 class Program {
 public:
-    explicit Program(const ProgramSpec& spec)
-        : instructions_(spec.instructions, spec.instructions + spec.num_instructions),
-          buffers_(spec.buffers, spec.buffers + spec.num_buffers), own_(spec.num_buffers), kernels_(*spec.kernels),
-          num_threads_(spec.num_threads), layers_(layers_of(instructions_, kernels_)), seconds_(spec.num_instructions) {}
+    explicit Program(const ProgramSpec& spec);
 
     int num_threads() const { return num_threads_; }
     int64_t num_buffers() const { return int64_t(buffers_.size()); }
@@ -65,21 +62,12 @@ public:
     }
 
 private:
-    struct Layer {  // with a cache
-        HeadSpec heads;
-        const uint8_t* cache;  // of the last run
-        int64_t num_touched;   // bytes at its front
-    };
-
-    static std::vector<Layer> layers_of(const std::vector<Instruction>& instructions, const Kernels& kernels);
-    void touch_caches(const RunArgs& args, Context& context);
-
     std::vector<Instruction> instructions_;
     std::vector<Buffer> buffers_;
     std::vector<Scratch> own_;
     const Kernels& kernels_;
     int num_threads_;
-    std::vector<Layer> layers_;
+    TouchedCaches caches_;
     int64_t reserved_rows_ = 0;
     bool timed_ = false;
     std::vector<double> seconds_;

@@ -1,6 +1,6 @@
 // The first touch of memory, which takes the system up to 3 ms a MB where a virtual machine gives it back when it is free:
 // at once on all threads, or ahead of its use by a thread that waits until nothing is computed.
-#include "api.h"
+#include "touch.h"
 
 #include <algorithm>
 #include <atomic>
@@ -13,6 +13,8 @@
 #include <pthread.h>
 #include <sys/mman.h>
 #endif
+
+#include "api.h"
 
 namespace quire {
 namespace {
@@ -44,6 +46,34 @@ void touch(const std::vector<Region>& regions, Context& context) {
         for (int64_t i = 0; i < pieces[piece].num_bytes; i += kPage)
             __atomic_fetch_or(pieces[piece].begin + i, 0, __ATOMIC_RELAXED);  // others may write there meanwhile
     });
+}
+
+TouchedCaches::TouchedCaches(const std::vector<HeadSpec>& heads) {
+    for (const HeadSpec& own : heads) {
+        const auto is_same = [&](const Layer& known) { return known.heads.layer == own.layer; };
+        if (std::none_of(layers_.begin(), layers_.end(), is_same)) layers_.push_back({own, nullptr, 0});
+    }
+    std::stable_sort(layers_.begin(), layers_.end(),
+                     [](const Layer& a, const Layer& b) { return a.heads.group < b.heads.group; });
+}
+
+void TouchedCaches::reach(const Operands& operands, Context& context) {
+    std::vector<Region> regions;
+    const StepArgs* step = nullptr;  // of the layer's group
+    int64_t num_blocks = 0;          // up to the last one that it writes to
+    for (Layer& layer : layers_) {
+        if (layer.heads.step(operands) != step) {
+            step = layer.heads.step(operands);
+            num_blocks = *std::max_element(step->slots, step->slots + step->num_tokens) / step->block_size + 1;
+        }
+        uint8_t* cache = layer.heads.cache(operands);
+        if (cache != layer.cache) layer.cache = cache, layer.num_touched = 0;
+        const int64_t end = num_blocks * layer.heads.cache_shape(operands).block_bytes();
+        if (end <= layer.num_touched) continue;
+        regions.push_back({cache + layer.num_touched, end - layer.num_touched});
+        layer.num_touched = end;
+    }
+    if (!regions.empty()) touch(regions, context);
 }
 
 #if defined(__linux__)
