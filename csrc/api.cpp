@@ -8,7 +8,6 @@
 
 #include "caches.h"
 #include "cpu.h"
-#include "operation.h"
 #include "topology.h"
 
 namespace quire {
@@ -59,31 +58,31 @@ Call::Call(int num_threads) : context(context_of(num_threads)), lock_(context.mu
 
 using namespace quire;
 
-// Raised with every change of a function's or struct's layout; library.py refuses another.
-QUIRE_API int32_t quire_abi_version() { return 24; }
+// Raised with every change of what a function takes, does or is told in a struct; library.py refuses another.
+QUIRE_API(int32_t, quire_abi_version) { return 25; }
 
 // Name of the i-th level that this CPU can run, best first; null beyond the last.
-QUIRE_API const char* quire_level(int32_t i) {
+QUIRE_API(const char*, quire_level, int32_t i) {
     return i >= 0 && size_t(i) < g_state->levels.size() ? g_state->levels[i]->name : nullptr;
 }
 
 // The kernels of that level, for the functions that take some; null when the CPU lacks it.
-QUIRE_API const Kernels* quire_kernels(const char* name) {
+QUIRE_API(const Kernels*, quire_kernels, const char* name) {
     for (const Kernels* level : g_state->levels)
         if (!std::strcmp(level->name, name)) return level;
     return nullptr;
 }
 
 // Name of the i-th operation that programs are made of; null beyond the last.
-QUIRE_API const char* quire_operation(int32_t i) {
+QUIRE_API(const char*, quire_operation, int32_t i) {
     return i >= 0 && i < kPortableKernels.num_operations ? kPortableKernels.operations[i].name : nullptr;
 }
 
 // Bytes of working memory that calls on so many threads have grown to.
-QUIRE_API int64_t quire_scratch_bytes(int32_t num_threads) {
+QUIRE_API(int64_t, quire_scratch_bytes, int32_t num_threads) {
     const Call call(num_threads);
     return int64_t(call.context.scratch_bytes());
 }
 
 // Bytes that a core has of the second-level cache that a folder of Linux describes (caches.h); null asks for this machine's.
-QUIRE_API int64_t quire_cache_of(const char* folder) { return folder ? cache_of(folder) : second_level_cache(); }
+QUIRE_API(int64_t, quire_cache_of, const char* folder) { return folder ? cache_of(folder) : second_level_cache(); }

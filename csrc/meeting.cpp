@@ -80,10 +80,10 @@ bool meet(Meeting& meeting, int32_t rank, int32_t size) {
 
 }  // namespace quire
 
-QUIRE_API int32_t quire_meet(quire::Meeting* meeting, int32_t rank, int32_t size) { return quire::meet(*meeting, rank, size); }
+QUIRE_API(int32_t, quire_meet, quire::Meeting* meeting, int32_t rank, int32_t size) { return quire::meet(*meeting, rank, size); }
 
 // The halves of a meeting, for those of whom some wait for others and not these for them.
-QUIRE_API void quire_arrive(quire::Meeting* meeting, int32_t rank) { quire::arrive(*meeting, rank); }
-QUIRE_API int32_t quire_await(quire::Meeting* meeting, int32_t rank, uint32_t turn) {
+QUIRE_API(void, quire_arrive, quire::Meeting* meeting, int32_t rank) { quire::arrive(*meeting, rank); }
+QUIRE_API(int32_t, quire_await, quire::Meeting* meeting, int32_t rank, uint32_t turn) {
     return quire::wait_for(*meeting, meeting->places[rank].arrivals, turn);
 }

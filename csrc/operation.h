@@ -47,21 +47,24 @@ struct HeadSpec {
     CacheShape cache_shape(const Operands& o) const { return {step(o)->block_size, num_kv_heads, head_dim, o.cache_type}; }
 };
 
-// A field of a struct that Python makes; layout.cpp.
+// A field of a struct that Python makes.
 struct Field {
     const char *of, *name;  // name "": the struct as a whole
     const char* kind;       // of a number or an address, or the name of a struct; of each element of an array
     int64_t offset, size;
 };
 
+// Of what is called Spec, and named kName, where it stands.
+#define QUIRE_FIELD(f) {kName, #f, kind_of<decltype(Spec::f)>(), int64_t(offsetof(Spec, f)), int64_t(sizeof(Spec::f))}
+
 template <class Member>
 constexpr const char* kind_of() {
     using T = std::remove_all_extents_t<Member>;
-    if (std::is_same_v<T, const SampleRow*>) return "bytes";
+    if (std::is_same_v<T, const SampleRow*> || std::is_same_v<T, const char*>) return "bytes";
     if (std::is_pointer_v<T>) return "ptr";
     if (std::is_same_v<T, Matrix>) return "Matrix";
     if (std::is_same_v<T, HeadSpec>) return "HeadSpec";
-    if (std::is_same_v<T, float>) return "f32";
+    if (std::is_floating_point_v<T>) return sizeof(T) == 8 ? "f64" : "f32";
     static_assert(std::is_same_v<T, Matrix> || std::is_same_v<T, HeadSpec> || std::is_scalar_v<T>, "name the struct here");
     return sizeof(T) == 8 ? "i64" : sizeof(T) == 4 ? "i32" : "u8";  // enumerations are integers
 }
@@ -98,7 +101,6 @@ constexpr int kFirstPlace = __COUNTER__ + 1;
             name(*static_cast<const Spec*>(spec), operands, context);                               \
         }                                                                                           \
     }
-#define QUIRE_FIELD(f) {kName, #f, kind_of<decltype(Spec::f)>(), int64_t(offsetof(Spec, f)), int64_t(sizeof(Spec::f))}
 
 template <int... kPlaces>
 constexpr std::array<Operation, sizeof...(kPlaces)> operations_at(std::integer_sequence<int, kPlaces...>) {

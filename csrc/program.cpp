@@ -81,47 +81,32 @@ void Program::run(const RunArgs& args, Context& context) {
     }
 }
 
+namespace {
+
+QUIRE_STRUCT(Instruction, QUIRE_FIELD(op), QUIRE_FIELD(inputs), QUIRE_FIELD(output), QUIRE_FIELD(spec));
+QUIRE_STRUCT(Buffer, QUIRE_FIELD(width), QUIRE_FIELD(type), QUIRE_FIELD(bound));
+QUIRE_STRUCT(ProgramSpec, QUIRE_FIELD(instructions), QUIRE_FIELD(num_instructions), QUIRE_FIELD(buffers),
+             QUIRE_FIELD(num_buffers), QUIRE_FIELD(kernels), QUIRE_FIELD(num_threads));
+QUIRE_STRUCT(StepArgs, QUIRE_FIELD(num_tokens), QUIRE_FIELD(num_seqs), QUIRE_FIELD(max_blocks), QUIRE_FIELD(block_size),
+             QUIRE_FIELD(ids), QUIRE_FIELD(positions), QUIRE_FIELD(slots), QUIRE_FIELD(query_start_loc), QUIRE_FIELD(seq_lens),
+             QUIRE_FIELD(block_tables), QUIRE_FIELD(tail_starts), QUIRE_FIELD(tail_counts), QUIRE_FIELD(tail_slots),
+             QUIRE_FIELD(max_tail));
+QUIRE_STRUCT(RunArgs, QUIRE_FIELD(num_rows), QUIRE_FIELD(steps), QUIRE_FIELD(bound), QUIRE_FIELD(bound_strides),
+             QUIRE_FIELD(caches), QUIRE_FIELD(first), QUIRE_FIELD(last), QUIRE_FIELD(cache_type));
+
+}  // namespace
 }  // namespace quire
 
 using namespace quire;
 
-QUIRE_API Program* quire_program_create(const ProgramSpec* spec) { return new Program(*spec); }
-QUIRE_API void quire_program_destroy(Program* program) { delete program; }
-QUIRE_API void quire_program_reserve(Program* program, int64_t num_rows) {
+QUIRE_API(Program*, quire_program_create, const ProgramSpec* spec) { return new Program(*spec); }
+QUIRE_API(void, quire_program_destroy, Program* program) { delete program; }
+QUIRE_API(void, quire_program_reserve, Program* program, int64_t num_rows) {
     const Call call(program->num_threads());
     program->reserve(num_rows);
 }
-QUIRE_API void quire_program_run(Program* program, const RunArgs* args) {
+QUIRE_API(void, quire_program_run, Program* program, const RunArgs* args) {
     const Call call(program->num_threads());
     program->run(*args, call.context);
 }
-
-// bare_loop of limits.h.
-QUIRE_API double quire_bare_loop(const Kernels* level, int32_t num_threads, const uint8_t* memory, int64_t size) {
-    const Call call(num_threads);
-    return level->bare_loop(memory, size, call.context);
-}
-
-// The way in which the level cuts up large products from now on, of those that it has, or below 0 the fastest one, which takes a moment
-// to find. Returns which it is; -1: there is no such, or no choice.
-QUIRE_API int32_t quire_tune(const Kernels* level, int32_t num_threads, int32_t way) {
-    if (level->num_ways < 2 || way >= level->num_ways) return -1;
-    if (way < 0) {
-        const Call call(num_threads);
-        return level->tune(call.context);
-    }
-    level->choose_way(way);
-    return way;
-}
-
-QUIRE_API const double* quire_program_times(Program* program) { return program->times(); }
-
-QUIRE_API void quire_pack(const Kernels* level, int32_t num_threads, const PackArgs* args) {
-    const Call call(num_threads);
-    level->pack(*args, call.context);
-}
-QUIRE_API void quire_unpack(const Kernels* level, const Matrix* matrix, int64_t first_row, int64_t num_rows, float* out) {
-    for (int64_t i = 0; i < num_rows; i++) level->unpack_row(*matrix, first_row + i, out + i * matrix->cols);
-}
-QUIRE_API void quire_weight_format(int32_t type, WeightFormat* found) { *found = weight_format(Type(type)); }
-QUIRE_API void quire_move_slots(const Kernels* level, const MoveArgs* args) { level->move_slots(*args); }
+QUIRE_API(const double*, quire_program_times, Program* program) { return program->times(); }

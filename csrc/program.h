@@ -1,6 +1,6 @@
 // A program: the kernels of a model's forward pass in order, recorded once and run for every step with its sizes.
 //
-// quire/ops/native/builder.py records it, and structs.py mirrors these structs (layout.cpp checks that). Which operations
+// quire/ops/native/builder.py records it, and program.cpp tells Python of these structs. Which operations
 // there are is none of its business: an instruction names a place in the level's table (ops.h). Values live in
 // numbered buffers of as many rows as the step has tokens; a buffer is the program's own or bound to the caller's memory
 // for a run.

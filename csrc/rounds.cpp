@@ -1,14 +1,47 @@
 // Tokens of several rows drawn one after another by a small model: each round computes the newest token of every row and
 // draws the next one, without going back to Python. quire/ops/native/rounds.py calls it, for draft models and EAGLE heads.
-#include "rounds.h"
-
 #include <algorithm>
 #include <cstring>
 
 #include "api.h"
+#include "program.h"
+#include "sample_args.h"
 
 namespace quire {
 namespace {
+
+// Tokens [start, end) of a row are computed first; num_drafts more are then drawn.
+struct RoundRow {
+    int64_t row;  // of token_ids and block_tables
+    int64_t start, end, num_drafts;
+    int64_t position;  // in the output, of the first token that is drawn
+};
+
+struct RoundsArgs {
+    Program *body, *head;  // ids (and hidden states before them) to hidden states, these to logits; of as many threads
+    const Kernels* kernels;
+    int64_t num_rows, num_rounds;
+    const RoundRow* rows;         // those with more drafts first
+    const SampleRow* records;     // one for each, none with logprobs
+    const int32_t* token_ids;     // [table rows, token_stride]
+    int64_t token_stride;
+    const int32_t* block_tables;  // [num_groups, table rows, table_stride]
+    int64_t table_stride, group_stride, num_groups, block_size;
+    uint8_t* const* caches;  // by layer
+    Type cache_type, hidden_type;
+    void* hidden;  // [tokens of the rows, hidden_stride]
+    int64_t hidden_stride;
+    float* logits;  // [num_rows, vocab_size]
+    int64_t vocab_size;
+    int64_t* drafts;  // [num_rows, num_rounds]; -1 where none could be drawn, and what follows it means nothing
+};
+
+QUIRE_STRUCT(RoundsArgs, QUIRE_FIELD(body), QUIRE_FIELD(head), QUIRE_FIELD(kernels), QUIRE_FIELD(num_rows),
+             QUIRE_FIELD(num_rounds), QUIRE_FIELD(rows), QUIRE_FIELD(records), QUIRE_FIELD(token_ids),
+             QUIRE_FIELD(token_stride), QUIRE_FIELD(block_tables), QUIRE_FIELD(table_stride), QUIRE_FIELD(group_stride),
+             QUIRE_FIELD(num_groups), QUIRE_FIELD(block_size), QUIRE_FIELD(caches), QUIRE_FIELD(cache_type),
+             QUIRE_FIELD(hidden_type), QUIRE_FIELD(hidden), QUIRE_FIELD(hidden_stride), QUIRE_FIELD(logits),
+             QUIRE_FIELD(vocab_size), QUIRE_FIELD(drafts));
 
 // The arrays of a step, in the vectors of its memory.
 class Rounds {
@@ -122,7 +155,7 @@ private:
 }  // namespace
 }  // namespace quire
 
-QUIRE_API void quire_rounds(const quire::RoundsArgs* args) {
+QUIRE_API(void, quire_rounds, const quire::RoundsArgs* args) {
     const quire::Call call(args->body->num_threads());
     quire::Rounds(*args, call.context).run();
 }

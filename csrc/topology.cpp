@@ -201,7 +201,7 @@ int own_num_cores() {
 
 // How many threads compute by default, on the machine whose files lie below `root`, where this process may use these CPUs and
 // runs on the first of them; null asks for this one's, as it was when that was asked first. 0 where the system does not say.
-QUIRE_API int32_t quire_num_cores(const char* root, const int32_t* cpus, int32_t num_cpus) {
+QUIRE_API(int32_t, quire_num_cores, const char* root, const int32_t* cpus, int32_t num_cpus) {
     static const int own = own_num_cores();
     return root ? num_cores(root, std::vector<int>(cpus, cpus + num_cpus), num_cpus ? cpus[0] : 0) : own;
 }

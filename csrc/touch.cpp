@@ -185,7 +185,7 @@ using namespace quire;
 
 // Touches every page of writable memory, on so many threads; with none, returns at once, and pages are touched by and by
 // while nothing is computed and memory is left. Contents are kept.
-QUIRE_API void quire_prefault(int32_t num_threads, uint8_t* memory, int64_t num_bytes) {
+QUIRE_API(void, quire_prefault, int32_t num_threads, uint8_t* memory, int64_t num_bytes) {
     if (num_threads == 0) return touch_ahead(memory, num_bytes);
     const Call call(num_threads);
     touch({{memory, num_bytes}}, call.context);

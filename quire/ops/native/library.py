@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from functools import cache
 from itertools import count, takewhile
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -22,38 +23,15 @@ from quire.errors import ConfigError
 
 logger = logging.getLogger(__name__)
 
-ABI_VERSION = 24  # as quire_abi_version() in csrc/api.cpp
+ABI_VERSION = 25  # as quire_abi_version() in csrc/api.cpp
 # A checkout's library is its developer's to build: silently slower would fool every measurement.
 _IS_CHECKOUT = (Path(__file__).parents[3] / "csrc").is_dir()
 _REMEDY = "run `make native` in a checkout, else reinstall Quire"
 TORCH = "torch"  # the level that is no library at all
 
-_SIGNATURES: dict[str, tuple[object, list[object]]] = {
-    "quire_abi_version": (ctypes.c_int32, []),
-    "quire_level": (ctypes.c_char_p, [ctypes.c_int32]),
-    "quire_kernels": (ctypes.c_void_p, [ctypes.c_char_p]),
-    "quire_operation": (ctypes.c_char_p, [ctypes.c_int32]),
-    "quire_scratch_bytes": (ctypes.c_int64, [ctypes.c_int32]),
-    "quire_fields": (ctypes.c_void_p, [ctypes.c_void_p]),
-    "quire_program_create": (ctypes.c_void_p, [ctypes.c_void_p]),
-    "quire_program_destroy": (None, [ctypes.c_void_p]),
-    "quire_program_reserve": (None, [ctypes.c_void_p, ctypes.c_int64]),
-    "quire_program_run": (None, [ctypes.c_void_p, ctypes.c_void_p]),
-    "quire_program_times": (ctypes.POINTER(ctypes.c_double), [ctypes.c_void_p]),
-    "quire_tune": (ctypes.c_int32, [ctypes.c_void_p, ctypes.c_int32, ctypes.c_int32]),
-    "quire_bare_loop": (ctypes.c_double, [ctypes.c_void_p, ctypes.c_int32, ctypes.c_void_p, ctypes.c_int64]),
-    "quire_meet": (ctypes.c_int32, [ctypes.c_void_p, ctypes.c_int32, ctypes.c_int32]),
-    "quire_arrive": (None, [ctypes.c_void_p, ctypes.c_int32]),
-    "quire_await": (ctypes.c_int32, [ctypes.c_void_p, ctypes.c_int32, ctypes.c_uint32]),
-    "quire_rounds": (None, [ctypes.c_void_p]),
-    "quire_step_inputs": (None, [ctypes.c_void_p]),
-    "quire_pack": (None, [ctypes.c_void_p, ctypes.c_int32, ctypes.c_void_p]),
-    "quire_unpack": (None, [ctypes.c_void_p, ctypes.c_void_p, ctypes.c_int64, ctypes.c_int64, ctypes.c_void_p]),
-    "quire_weight_format": (None, [ctypes.c_int32, ctypes.c_void_p]),
-    "quire_move_slots": (None, [ctypes.c_void_p, ctypes.c_void_p]),
-    "quire_sample": (ctypes.c_int32, [ctypes.c_void_p, ctypes.c_int32, ctypes.c_void_p]),
-    "quire_prefault": (None, [ctypes.c_int32, ctypes.c_void_p, ctypes.c_int64]),
-}
+# What the library calls the kinds of numbers, addresses and texts.
+KINDS: dict[str, Any] = {"none": None, "ptr": ctypes.c_void_p, "bytes": ctypes.c_char_p, "i64": ctypes.c_int64}
+KINDS |= {"i32": ctypes.c_int32, "f64": ctypes.c_double, "f32": ctypes.c_float, "u8": ctypes.c_uint8}
 
 
 @cache
@@ -86,13 +64,14 @@ def _load(path: Path) -> ctypes.CDLL | str:
     """The library with its functions' types, or what is wrong with it."""
     try:
         loaded = ctypes.CDLL(str(path))
-        for name, (result, arguments) in _SIGNATURES.items():
+        if loaded.quire_abi_version() != ABI_VERSION:
+            return "the compiled kernels are of another version of Quire"
+        loaded.quire_function.restype = ctypes.c_char_p
+        for name, result, *arguments in map(str.split, _names(loaded.quire_function)):
             function = getattr(loaded, name)
-            function.restype, function.argtypes = result, arguments
+            function.restype, function.argtypes = KINDS[result], [KINDS[kind] for kind in arguments]
     except (OSError, AttributeError) as error:
         return f"the compiled kernels can't be loaded ({error})"
-    if loaded.quire_abi_version() != ABI_VERSION:
-        return "the compiled kernels are of another version of Quire"
     return loaded
 
 

@@ -186,7 +186,8 @@ class Program:
 
     def spent(self) -> list[Spent]:
         """Of each instruction, and of all host calls, since this was first called; for profiles."""
-        seconds, names = self._library.quire_program_times(self.handle), operation_names()
+        times, names = self._library.quire_program_times(self.handle), operation_names()
+        seconds = ctypes.cast(times, ctypes.POINTER(ctypes.c_double))
         self._host_seconds = self._host_seconds or 0.0
         found = [Spent("host", None, self._host_seconds)]
         for number, made in enumerate(self._plan.instructions):

@@ -5,14 +5,14 @@ Used by the builder and by all who call kernels.
 """
 
 import ctypes
-from ctypes import c_char_p, c_float, c_int32, c_int64, c_uint8, c_void_p
+from ctypes import c_char_p, c_int64
 from enum import IntEnum
 from functools import cache
 from typing import Any
 
 import torch
 
-from quire.ops.native.library import loaded_library, operation_names
+from quire.ops.native.library import KINDS, loaded_library, operation_names
 
 # Element types; of a weight matrix also its format. From `Q4_0` on blocks: GGUF files', by their names, then our own.
 Type = IntEnum(
@@ -28,7 +28,6 @@ GATED = frozenset({Epilogue.SILU_MUL, Epilogue.GELU_MUL, Epilogue.GELU_TANH_MUL}
 
 TYPE_OF = {torch.float32: Type.F32, torch.bfloat16: Type.BF16, torch.int8: Type.I8}
 DTYPE_OF = {type: dtype for dtype, type in TYPE_OF.items()}
-_KINDS = {"ptr": c_void_p, "bytes": c_char_p, "i64": c_int64, "i32": c_int32, "f32": c_float, "u8": c_uint8}
 
 
 class _Field(ctypes.Structure):
@@ -63,7 +62,7 @@ def c_struct(name: str) -> type[ctypes.Structure]:
 
 def _type(field: _Field) -> Any:
     kind = field.kind.decode()
-    one = _KINDS[kind] if kind in _KINDS else c_struct(kind)
+    one = KINDS[kind] if kind in KINDS else c_struct(kind)
     count = field.size // ctypes.sizeof(one)
     return one if count == 1 else one * count
 

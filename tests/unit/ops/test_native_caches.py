@@ -1,6 +1,5 @@
 """What the kernels make of a machine's caches: sizes as Linux describes them, and results that don't depend on them."""
 
-import ctypes
 import os
 import subprocess
 import sys
@@ -17,9 +16,7 @@ FIRST, CODE, SECOND, LAST = ("1", "Data"), ("1", "Instruction"), ("2", "Unified"
 
 
 def cache_of(folder: Path) -> int:
-    function = loaded_library().quire_cache_of
-    function.restype, function.argtypes = ctypes.c_int64, [ctypes.c_char_p]
-    return function(os.fsencode(folder))
+    return loaded_library().quire_cache_of(os.fsencode(folder))
 
 
 @pytest.mark.parametrize(
@@ -51,7 +48,6 @@ import torch
 from native_cases import DENSE, Product, Threads, draw, packed
 from quire.ops.native.library import loaded_library
 digest, cache = hashlib.sha256(), loaded_library().quire_cache_of
-cache.restype = ctypes.c_int64
 with Threads(2):
     for type in DENSE:
         product = Product(packed(draw(700, 1000, seed=1), type), torch.bfloat16)

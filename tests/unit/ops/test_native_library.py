@@ -1,5 +1,6 @@
 """Finding the compiled kernels and choosing their level: what is missing or wrong means plain torch, and says so."""
 
+import _ctypes
 import ctypes
 import logging
 import os
@@ -50,10 +51,22 @@ def test_a_library_of_another_version(compiled: None, monkeypatch: pytest.Monkey
     monkeypatch.setattr(library, "ABI_VERSION", 10**6)
     assert load_anew() is None
     assert "of another version of Quire" in messages()
-    monkeypatch.undo()
-    monkeypatch.setitem(library._SIGNATURES, "quire_not_there", (None, []))
+    monkeypatch.setenv("QUIRE_NATIVE_LIBRARY", _ctypes.__file__)  # none of Quire's at all
     assert load_anew() is None
     assert "can't be loaded" in messages()
+
+
+def test_functions_have_the_types_that_csrc_declares(compiled: None) -> None:
+    """Each tells of itself where it is defined, and nothing else names it."""
+    found = library.loaded_library()
+    assert found.quire_prefault.restype is None
+    assert found.quire_prefault.argtypes == [ctypes.c_int32, ctypes.c_void_p, ctypes.c_int64]
+    assert (found.quire_level.restype, found.quire_level.argtypes) == (ctypes.c_char_p, [ctypes.c_int32])
+    assert (found.quire_abi_version.restype, found.quire_abi_version.argtypes) == (ctypes.c_int32, [])
+    assert found.quire_bare_loop.restype is ctypes.c_double
+    called = "".join(path.read_text() for path in (ROOT / "quire").rglob("*.py"))
+    for name in set(re.findall(r"\.(quire_[a-z_]+)\(", called)):
+        assert getattr(found, name).argtypes is not None, f"{name} is not told of"
 
 
 def test_in_a_checkout_a_library_that_cannot_be_used_is_an_error(
