@@ -24,8 +24,8 @@ _CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 _LABELS = ("model_name", "engine")
 _OF_CACHE = ("block_size", "enable_prefix_caching", "gpu_memory_utilization", "swap_space")  # options, and vLLM's too
 _PREPARING = ("prefix", "disk", "adapter", "grammar", "result", "siblings")  # reasons to wait that are no lack of room
-# Name, help, and value; or a label (or several), and a value for each of its own (or theirs).
-_Figure = tuple[str, str, float | tuple[Sequence[str], Mapping[Any, float]]]
+# Name, help, and value; or labels, and a value for each of theirs.
+_Figure = tuple[str, str, float | tuple[tuple[str, ...], Mapping[tuple[str, ...], float]]]
 
 
 def render(sources: "Sequence[Figures]", now: float) -> tuple[bytes, str]:
@@ -76,11 +76,9 @@ class Figures(Collector):
             for engine, figures in sources:
                 for name, help, value in figures:
                     own, values = value if isinstance(value, tuple) else ((), {(): value})
-                    labels = (*_LABELS, own) if isinstance(own, str) else (*_LABELS, *own)
-                    family = families.get(name) or families.setdefault(name, kind(name, help, labels=labels))
+                    family = families.get(name) or families.setdefault(name, kind(name, help, labels=(*_LABELS, *own)))
                     for shown, figure in values.items():
-                        told = (shown,) if isinstance(shown, str) else shown
-                        family.add_metric((self.model_name, engine, *told), figure)
+                        family.add_metric((self.model_name, engine, *shown), figure)
             yield from families.values()
         histograms = [(server, histogram) for histogram in self.metrics.histograms]
         histograms += [(engine, histogram) for engine, stats in engines for histogram in _residency(stats)]
@@ -107,14 +105,14 @@ class Figures(Collector):
             yield "vllm:cpu_cache_usage_perc", "Share of the host's KV blocks that swapped sequences own.", usage
         levels = {"awake": 0, "weights_offloaded": 1, "discard_all": 2}
         states = {name: int(level == self.metrics.sleep_level) for name, level in levels.items()}
-        yield "vllm:engine_sleep_state", "Whether the engine is in it: 1.", ("sleep_state", states)
+        yield "vllm:engine_sleep_state", "Whether the engine is in it: 1.", _by("sleep_state", states)
         deferred = sum(stats.waiting_reasons.get(reason, 0) for reason in _PREPARING)
         kinds = {"capacity": stats.num_requests_waiting - deferred, "deferred": deferred}
-        yield "vllm:num_requests_waiting_by_reason", "Those that wait for room, or for another.", ("reason", kinds)
-        reasons = "reason", stats.waiting_reasons
+        yield "vllm:num_requests_waiting_by_reason", "Those that wait for room, or for another.", _by("reason", kinds)
+        reasons = _by("reason", stats.waiting_reasons)
         yield "quire:requests_waiting_by_reason", "Sequences that wait, by why.", reasons
         if stats.limits is not None:
-            yield "quire:scheduling_policy_info", "The policy; always 1.", ("policy", {stats.limits.policy: 1})
+            yield "quire:scheduling_policy_info", "The policy; always 1.", _by("policy", {stats.limits.policy: 1})
 
         if self.config is not None:
             args = self.config.args
@@ -132,7 +130,7 @@ class Figures(Collector):
         yield "vllm:prompt_tokens", "Prompt tokens of requests whose first token came.", metrics.num_prompt_tokens
         yield "vllm:prompt_tokens_cached", "Those taken from the prefix cache.", metrics.num_cached_prompt_tokens
         yield "vllm:generation_tokens", "Tokens generated.", metrics.num_generation_tokens
-        yield "vllm:request_success", "Sequences that ended, by why.", ("finished_reason", metrics.finished)
+        yield "vllm:request_success", "Sequences that ended, by why.", _by("finished_reason", metrics.finished)
 
     def _counters(self, stats: EngineStats) -> Iterator[_Figure]:
         queries, hits = stats.prefix_cache_queries_total, stats.prefix_cache_hits_total
@@ -153,7 +151,11 @@ class Figures(Collector):
             yield f"{of_drafts}_accepted_tokens", "Draft tokens accepted.", drafts.num_accepted_tokens
             by_place = {str(place): count for place, count in enumerate(drafts.num_accepted_tokens_per_pos)}
             help = "Those accepted, by place among the drafts."
-            yield f"{of_drafts}_accepted_tokens_per_pos", help, ("position", by_place)
+            yield f"{of_drafts}_accepted_tokens_per_pos", help, _by("position", by_place)
+
+
+def _by(label: str, values: Mapping[str, float]) -> tuple[tuple[str], Mapping[tuple[str, ...], float]]:
+    return (label,), {(own,): value for own, value in values.items()}
 
 
 def _residency(stats: EngineStats) -> list[Histogram]:
