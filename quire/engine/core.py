@@ -17,7 +17,7 @@ from quire.protocol.cache import PinnedPrefix
 from quire.protocol.core import CallName
 from quire.protocol.kv_events import KVEventSink
 from quire.protocol.requests import NewRequest
-from quire.protocol.stats import EngineSnapshot, EngineStats, Limits
+from quire.protocol.stats import SLEEP_STATES, EngineSnapshot, EngineStats, Limits
 from quire.protocol.step import Failure, FailureKind, SampleGuide, SequenceOutput, StepPlan
 from quire.protocol.worker import CheckIntegrity, Invoke, PlaceAdapters, Returned
 from quire.scheduler.outcomes import MANY_GUIDED
@@ -197,7 +197,7 @@ class EngineCore:
             raise InvalidRequestError(f"level must be 1 or 2, got {level}.", "level")
         if not self._begin_anew(keep_disk=True):
             return False
-        self._asleep = set(_PARTS)
+        self._asleep, self.scheduler.sleep_state = set(_PARTS), SLEEP_STATES[level]
         self.call_workers("sleep", [level])
         return True
 
@@ -211,6 +211,8 @@ class EngineCore:
             raise InvalidRequestError(f"tags are 'weights' and 'kv_cache'; got {tags}.", "tags")
         self.call_workers("wake_up", [wanted := sorted(self._asleep.intersection(tags or _PARTS))])
         self._asleep.difference_update(wanted and [*wanted, "weights"])
+        if not self._asleep:
+            self.scheduler.sleep_state = SLEEP_STATES[0]
 
     def is_sleeping(self) -> bool:
         """Whether anything is missing."""

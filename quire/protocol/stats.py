@@ -55,6 +55,9 @@ class Limits(msgspec.Struct, frozen=True, tag=True):
     most_num_batched_tokens: int
 
 
+SLEEP_STATES = ("awake", "weights_offloaded", "discard_all")  # by level; the words are vLLM's
+
+
 class EngineStats(msgspec.Struct, frozen=True):
     """Gauges at a moment, and counters since the start."""
 
@@ -74,6 +77,7 @@ class EngineStats(msgspec.Struct, frozen=True):
     tiers: TierStats | None = None  # where there is a second memory
     speculation: SpeculationStats | None = None  # where tokens are drafted
     limits: Limits | None = None
+    sleep_state: str = SLEEP_STATES[0]
 
 
 class SequenceSnapshot(msgspec.Struct):

@@ -17,7 +17,7 @@ from quire.errors import InvalidRequestError
 from quire.kvcache.manager import KVManager
 from quire.protocol.cache import PinnedPrefix
 from quire.protocol.requests import NewRequest, SamplingTask
-from quire.protocol.stats import BlockGroup, EngineSnapshot, EngineStats, Limits, SequenceSnapshot
+from quire.protocol.stats import SLEEP_STATES, BlockGroup, EngineSnapshot, EngineStats, Limits, SequenceSnapshot
 from quire.protocol.step import Failure, SampleGuide, SequenceOutput, StepPlan, StepResult
 from quire.scheduler.beams import continuation_of
 from quire.scheduler.continuation import Continuation
@@ -48,7 +48,10 @@ class Scheduler:
         kv: the KV manager.
         config: limits and policy as they are now.
         guidance: what is to do with requests' grammars.
+        sleep_state: one of SLEEP_STATES, for whoever asks; the core knows it.
     """
+
+    sleep_state = SLEEP_STATES[0]
 
     def __init__(
         self,
@@ -229,6 +232,7 @@ class Scheduler:
             tiers=self.kv.space and self.kv.space.stats(),
             speculation=self._outcomes.drafts.stats() if self.config.max_num_drafts else None,
             limits=self.limits,
+            sleep_state=self.sleep_state,
         )
 
     def snapshot(self, now: float, watched: Iterable[str] = ()) -> EngineSnapshot:

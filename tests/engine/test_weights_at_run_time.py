@@ -95,6 +95,19 @@ def check_weights(llm: LLM, other: Path) -> None:
     llm.llm_engine.check_integrity()
 
 
+def test_stats_tell_how_deep_an_engine_sleeps(start: Callable[..., LLM]) -> None:
+    """Whoever put it to sleep."""
+    llm = start()
+    for level, state in ((1, "weights_offloaded"), (2, "discard_all")):
+        assert llm.llm_engine.stats().sleep_state == "awake"
+        assert llm.sleep(level)
+        assert llm.llm_engine.stats().sleep_state == state
+        llm.wake_up(["weights"])
+        assert llm.llm_engine.stats().sleep_state == state
+        llm.wake_up(["kv_cache"])
+    assert llm.llm_engine.stats().sleep_state == "awake"
+
+
 def test_weights_that_are_refused_leave_nothing_behind(start: Callable[..., LLM]) -> None:
     """Not even what workers know of requests that have ended, of which there is room for twice max_num_seqs."""
     llm = start(max_num_seqs=2)

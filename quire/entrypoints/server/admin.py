@@ -111,7 +111,6 @@ async def sleep(state: Changeable, level: int = 1) -> Sleep:
     """Give back the memory of weights and KV cache; requests are refused (503) until /wake_up. See `LLM.sleep`."""
     if not await state.llm.sleep(level):
         raise HTTPException(409, "requests are running, and the engine stays awake; try again when none is.")
-    state.metrics.sleep_level = level
     return Sleep(is_sleeping=True)
 
 
@@ -125,9 +124,7 @@ async def wake_up(state: Changeable, tags: Annotated[list[str] | None, Query()] 
 @router.get("/is_sleeping", tags=["admin"])
 async def is_sleeping(state: State) -> Sleep:
     """Whether requests are refused."""
-    is_asleep = await state.llm.is_sleeping()
-    state.metrics.sleep_level *= is_asleep
-    return Sleep(is_sleeping=is_asleep)
+    return Sleep(is_sleeping=await state.llm.is_sleeping())
 
 
 @router.post("/update_weights", tags=["admin"], responses=_BUSY)

@@ -60,7 +60,6 @@ class ServingMetrics(Observer):
     Every time is in seconds of the monotonic clock. What is said of a request that is not live is not counted.
 
     Attributes:
-        sleep_level: what the engine was last told, 1 or 2; 0 while it takes requests. The routes of sleeping set it.
         event_loop_max_stall: the longest time in seconds that the event loop was held up; whoever watches it sets it.
     """
 
@@ -70,7 +69,7 @@ class ServingMetrics(Observer):
         self.num_cached_prompt_tokens = 0
         self.num_generation_tokens = 0
         self.finished: Counter[str] = Counter(dict.fromkeys(_FINISH_REASONS, 0))  # finish reason -> sequences
-        self.event_loop_max_stall, self.sleep_level = 0.0, 0
+        self.event_loop_max_stall = 0.0
         self.histograms: list[Histogram] = []
         self._add_histograms(one_two_five(max_model_len))
         self.history = History([self._inter_token, self._first_token, self._queue])

@@ -18,7 +18,7 @@ from quire.config.engine_args import EngineConfig
 from quire.entrypoints.server.metrics import ServingMetrics
 from quire.kvcache.residency import residency_histograms
 from quire.metrics.histogram import Histogram
-from quire.protocol.stats import EngineStats
+from quire.protocol.stats import SLEEP_STATES, EngineStats
 
 _CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 _LABELS = ("model_name", "engine")
@@ -103,8 +103,7 @@ class Figures(Collector):
         if stats.tiers is not None:
             usage = stats.tiers.host_cache_usage_perc
             yield "vllm:cpu_cache_usage_perc", "Share of the host's KV blocks that swapped sequences own.", usage
-        levels = {"awake": 0, "weights_offloaded": 1, "discard_all": 2}
-        states = {name: int(level == self.metrics.sleep_level) for name, level in levels.items()}
+        states = {state: int(state == stats.sleep_state) for state in SLEEP_STATES}
         yield "vllm:engine_sleep_state", "Whether the engine is in it: 1.", _by("sleep_state", states)
         deferred = sum(stats.waiting_reasons.get(reason, 0) for reason in _PREPARING)
         kinds = {"capacity": stats.num_requests_waiting - deferred, "deferred": deferred}

@@ -51,7 +51,7 @@ def _total(name: str, values: Sequence[Any]) -> Any:
         return [_total("", column) for column in zip_longest(*values)]
     if isinstance(first, int | float):
         return sum(values) / len(values) if name.endswith("_perc") else sum(values)
-    if first is None or isinstance(first, Limits):
+    if first is None or isinstance(first, Limits | str):
         return first
     fields = type(first).__struct_fields__
     return type(first)(**{field: _total(field, [getattr(value, field) for value in values]) for field in fields})

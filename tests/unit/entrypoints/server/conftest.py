@@ -17,7 +17,7 @@ from quire.errors import EngineDeadError, InvalidRequestError, RequestFailedErro
 from quire.inputs import PreparedPrompt
 from quire.outputs import CompletionOutput, RequestOutput
 from quire.protocol.cache import PinnedPrefix
-from quire.protocol.stats import EngineSnapshot, EngineStats, Limits
+from quire.protocol.stats import SLEEP_STATES, EngineSnapshot, EngineStats, Limits
 from quire.sampling_params import SamplingParams
 from quire.text.tokenizer import Tokenizer, load_tokenizer
 from quire.utils.hub import resolve_model_path
@@ -177,7 +177,7 @@ class FakeAsyncLLM:
         return EngineSnapshot(self.stats(), [], 0, bytes(self.num_blocks), 16)
 
     def stats(self) -> EngineStats:
-        return EngineStats(0, 0, 0.25, 0, 0, 0, {})
+        return EngineStats(kv_cache_usage_perc=0.25, sleep_state=SLEEP_STATES[max(self.slept, default=0)])
 
     def get_default_sampling_params(self) -> SamplingParams:
         return SamplingParams()

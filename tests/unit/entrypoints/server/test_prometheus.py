@@ -191,9 +191,8 @@ def test_the_cache_and_adapters_by_their_labels() -> None:
 
 def test_sleep() -> None:
     metrics = ServingMetrics(100)
-    for level, name in enumerate(("awake", "weights_offloaded", "discard_all")):
-        metrics.sleep_level = level
-        body, _ = render([Figures(metrics, [EngineStats()], "m")], 1.0)
+    for name in ("awake", "weights_offloaded", "discard_all"):
+        body, _ = render([Figures(metrics, [EngineStats(sleep_state=name)], "m")], 1.0)
         families = {family.name: family for family in text_string_to_metric_families(body.decode())}
         states = {sample.labels["sleep_state"]: sample.value for sample in families["vllm:engine_sleep_state"].samples}
         assert len(states) == 3

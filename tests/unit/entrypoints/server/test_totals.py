@@ -21,6 +21,7 @@ def stats_of(number: int) -> EngineStats:
         tiers=TierStats(host_hits_total=number) if number == 1 else None,
         speculation=SpeculationStats(num_accepted_tokens_per_pos=[5] * number),
         limits=LIMITS,
+        sleep_state="discard_all",
     )
 
 
@@ -34,7 +35,7 @@ def test_counts_are_summed_and_shares_averaged() -> None:
     assert total.tiers.host_hits_total == 1
     assert total.speculation is not None
     assert total.speculation.num_accepted_tokens_per_pos == [10, 5, 5]
-    assert total.limits == LIMITS
+    assert (total.limits, total.sleep_state) == (LIMITS, "discard_all")
 
 
 def test_one_engine_is_itself() -> None:
