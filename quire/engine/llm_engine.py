@@ -15,7 +15,7 @@ from quire.engine.input_processor import InputProcessor, ProcessedInput
 from quire.engine.output_processor import OutputProcessor
 from quire.engine.terms import NO_TERMS
 from quire.engine.tokenizer import config_tokenizer
-from quire.errors import ConfigError, InvalidRequestError, NotYetSupportedError
+from quire.errors import ConfigError, NotYetSupportedError
 from quire.executor.inprocess import InProcessExecutor
 from quire.inputs import PreparedPrompt, PromptType
 from quire.lora.request import LoRARequest, PromptAdapterRequest
@@ -25,6 +25,7 @@ from quire.protocol.requests import Terms
 from quire.protocol.stats import EngineStats, Limits
 from quire.protocol.step import SequenceOutput
 from quire.sampling_params import SamplingParams
+from quire.scheduler.limits import check_is_new
 from quire.text.tokenizer import Tokenizer
 
 Starter = Callable[[EngineArgs, EngineConfig], Core]
@@ -111,8 +112,7 @@ class LLMEngine:
     def submit(self, processed: ProcessedInput) -> None:
         """Queue a validated request."""
         with self.core.interrupts:
-            if (request_id := processed.request.request_id) in self._outputs.records:  # also of one that was aborted
-                raise InvalidRequestError(f"request_id {request_id!r} is in use; choose another.", "request_id")
+            check_is_new(processed.request.request_id, self._outputs.records)  # nor that of one that was aborted
             self.core.add(processed.request)
             self._outputs.add(processed)
 

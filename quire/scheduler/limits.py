@@ -3,6 +3,8 @@
 The scheduler asks before it takes a request, so that nothing waits for what can never be.
 """
 
+from collections.abc import Container
+
 from msgspec import structs
 
 from quire.config.scheduler import SchedulerConfig
@@ -12,6 +14,12 @@ from quire.kvcache.manager import KVManager
 from quire.protocol.requests import NewRequest, SamplingTask
 
 MAX_CANDIDATES = 16384  # of a beam in a step
+
+
+def check_is_new(request_id: str, known: Container[str]) -> None:
+    """InvalidRequestError where a request's id is among those in use."""
+    if request_id in known:
+        raise InvalidRequestError(f"request_id {request_id!r} is in use; choose another.", "request_id")
 
 
 def check_request_fits(request: NewRequest, config: SchedulerConfig, kv: KVManager) -> SamplingTask:

@@ -22,7 +22,7 @@ from quire.protocol.step import Failure, SampleGuide, SequenceOutput, StepPlan, 
 from quire.scheduler.beams import continuation_of
 from quire.scheduler.continuation import Continuation
 from quire.scheduler.guidance import Guidance
-from quire.scheduler.limits import check_request_fits, check_width
+from quire.scheduler.limits import check_is_new, check_request_fits, check_width
 from quire.scheduler.live_limits import changed, limits_of
 from quire.scheduler.outcomes import Outcomes
 from quire.scheduler.planner import Planner
@@ -81,8 +81,7 @@ class Scheduler:
             InvalidRequestError: its id is in use, or it could never run in this engine.
             OverloadedError: the policy says that it had better not come now.
         """
-        if request.request_id in self._outcomes.groups:
-            raise InvalidRequestError(f"request_id {request.request_id!r} is in use; choose another.", "request_id")
+        check_is_new(request.request_id, self._outcomes.groups)
         task = check_request_fits(request, self.config, self.kv)
         check_width(task, self.config)
         self._planner.policy.check(request, now, self._load)
