@@ -39,8 +39,8 @@ class AdapterPlaces:
     def add(self, request_id: str, ref: AdapterRef | None) -> None:
         """A request has come; `take` says when it may go on, if it is to run with an adapter."""
         self.awaiting.pop(request_id, None)  # an earlier one that had its id, and has ended
-        for own, users in self._users.items():
-            self._users[own] = {name for name in users if name != request_id and self._is_live(name)}
+        for users in self._users.values():
+            users.discard(request_id)
         if ref is not None:
             self.awaiting[request_id] = ref
 
@@ -51,6 +51,7 @@ class AdapterPlaces:
         for own in ready:
             self.loading.pop(own, None)
         self.awaiting = {name: ref for name, ref in self.awaiting.items() if self._is_live(name)}
+        self._users = {own: set(filter(self._is_live, users)) for own, users in self._users.items()}
         lost = [name for name, ref in self.awaiting.items() if ref.adapter_id in failed]
         for name in lost:
             del self.awaiting[name]
@@ -75,13 +76,10 @@ class AdapterPlaces:
         """Whether there is a place for an adapter; then it is to be loaded."""
         if not self._free:
             wanted = {ref.adapter_id for ref in self.awaiting.values() if self._num_passes < _MOST_PASSES}
-            for own in [own for own in self._places if own not in wanted]:
-                self._users[own] = set(filter(self._is_live, self._users[own]))
-                if not self._users[own]:
-                    self._free.append(self._drop(own))
-                    break
-            else:
+            unused = [own for own in self._places if own not in wanted and not self._users[own]]
+            if not unused:
                 return False
+            self._free.append(self._drop(unused[0]))
         self._places[ref.adapter_id] = self._free.pop()
         self._users[ref.adapter_id] = set()
         self.loading[ref.adapter_id] = ref
