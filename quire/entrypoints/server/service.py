@@ -126,11 +126,13 @@ class Outputs:
 
     def _take(self) -> Batch:
         fresh = sorted(self._fresh)
-        batch = [(place, output) for place in fresh if (output := self._streams[place].take()) is not None]
+        ready = [place for place in fresh if self._streams[place].is_fresh] or fresh  # one prompt's error ends all
+        batch = [(place, output) for place in ready if (output := self._streams[place].take()) is not None]
         for place, output in batch:
             if output.finished:
                 del self._streams[place]
-        self._fresh = {place for place, output in batch if not output.finished}  # an error may have come after it
+        going_on = [place for place, output in batch if not output.finished]  # an error may have come after it
+        self._fresh = {*fresh}.difference(ready).union(going_on)
         return batch
 
     def _listen(self, place: int) -> None:

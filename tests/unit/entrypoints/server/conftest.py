@@ -44,6 +44,10 @@ class _FakeStream:
     def text(self) -> str | None:
         return None
 
+    @property
+    def is_fresh(self) -> bool:
+        return bool(self._come) and not isinstance(self._come[0], Exception)
+
     def take(self) -> RequestOutput | None:
         if not self._come:
             return None
