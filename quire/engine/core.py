@@ -41,6 +41,7 @@ class Core(Protocol):
     def finish_sequence(self, request_id: str, sequence_index: int) -> None: ...
     def has_unfinished(self) -> bool: ...
     def step(self) -> list[SequenceOutput]: ...
+    def settle(self) -> None: ...
     def call(self, name: CallName, *arguments: Any) -> Any: ...
     def stats(self) -> EngineStats: ...
     def stop(self) -> None: ...
@@ -162,6 +163,11 @@ class EngineCore:
         outputs, self._undelivered = self._undelivered, []
         return outputs
 
+    def settle(self) -> None:
+        """Unless a request runs, hand over what those that have ended leave to be written. No step waits for a disk."""
+        while not self.scheduler.num_requests and (self._plans or self.scheduler.has_unfinished()):
+            self._undelivered = self.step()
+
     def check_workers(self) -> None:
         """Raise EngineDeadError where one has died, or is no more like the others, while there is nothing to do."""
         self._check_alive()
@@ -195,7 +201,7 @@ class EngineCore:
         """
         if level not in (1, 2):
             raise InvalidRequestError(f"level must be 1 or 2, got {level}.", "level")
-        if not self._begin_anew(keep_disk=True):
+        if not self._begin_anew():
             return False
         self._asleep, self.scheduler.sleep_state = set(_PARTS), SLEEP_STATES[level]
         self.call_workers("sleep", [level])
@@ -227,9 +233,10 @@ class EngineCore:
             RequestFailedError: they are not there, broken, or another model's; those in use stay so.
             EngineDeadError: some workers have them, and others could not.
         """
-        if not self._begin_anew(keep_disk=False):
+        if not self._begin_anew():
             return False
         self.call_workers("update_weights", [path, sorted(_PARTS - self._asleep)])
+        self.scheduler.kv.reset_prefix_cache()  # names of blocks on the disk stand for others now
         self._asleep.discard("weights")
         return True
 
@@ -249,16 +256,15 @@ class EngineCore:
             raise RequestFailedError(faults[0])
         return Returned([reply.value for reply in replies])
 
-    def _begin_anew(self, *, keep_disk: bool) -> bool:
-        """Forget what workers know, and cached prefixes; False (and nothing done) while requests run."""
-        while not self._undelivered and self.has_unfinished() and not self.scheduler.snapshot(0.0).num_sequences:
-            self.step()  # what those that have ended leave to be written is no request
+    def _begin_anew(self) -> bool:
+        """Forget what workers know, and prefixes but for the disk's; False (and nothing done) while requests run."""
+        self.settle()
         if self.has_unfinished():
             return False
         self.scheduler.cancel()
         if not self._asleep:  # whoever takes no other weights after all goes on
             self.executor.reset()
-        self.scheduler.kv.reset_prefix_cache(keep_disk)
+        self.scheduler.kv.reset_prefix_cache(keep_disk=True)
         self.places = AdapterPlaces(self.places.num_places, self.scheduler.is_live)
         self._publish()
         return True

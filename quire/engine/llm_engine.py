@@ -128,8 +128,7 @@ class LLMEngine:
             for request_id, sequence_index in processed.stopped:
                 self.core.finish_sequence(request_id, sequence_index)
             self._undelivered += [record.output() for record in processed.ready]
-            while not self._outputs.records and self.core.has_unfinished():
-                self.core.step()  # nobody else would: blocks of those that have ended are still to be written
+            self.core.settle()  # nobody steps any more when all have ended
         # Where leaving raises KeyboardInterrupt, the next step returns them.
         outputs, self._undelivered = self._undelivered, []
         return outputs

@@ -87,6 +87,8 @@ class ReplicatedCore:
         outputs, self._outputs = self._outputs, []
         return outputs
 
+    def settle(self) -> None: ...  # engines do by themselves
+
     def stats(self) -> EngineStats:
         """All engines' counters and gauges at this moment, summed up."""
         return self.call("snapshot").stats

@@ -131,6 +131,11 @@ class Scheduler:
             group.unfinished.remove(sequence_index)
             self._outcomes.drop_unneeded(group)
 
+    @property
+    def num_requests(self) -> int:
+        """Those that have come and not ended."""
+        return len(self._outcomes.groups)
+
     def has_unfinished(self) -> bool:
         """Whether any request is unfinished: then `schedule` returns work, unless all of it awaits results or grammars.
 

@@ -152,6 +152,8 @@ class BlockFiles:
             self._has_work.notify_all()
         if self._thread.is_alive():
             self._thread.join(CLOSING_SECONDS)
+            if self._thread.is_alive():
+                logger.warning("kv_cache_dir: %s hangs, and what waits to be written may be lost", self._folder.path)
 
     # The thread's side.
 

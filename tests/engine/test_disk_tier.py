@@ -1,5 +1,6 @@
 """Prefixes outlive the engine on the disk, and nothing that is found there ever changes a bit, or ends a server."""
 
+import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -8,8 +9,9 @@ import pytest
 from test_exactness import drain, engine, requests, run
 
 from quire import EngineArgs, LLMEngine, SamplingParams
-from quire.errors import ConfigError
+from quire.errors import ConfigError, RequestFailedError
 from quire.protocol.stats import TierStats
+from quire.worker.blockfiles import BlockFiles
 
 SMALL = {"block_size": 8, "max_model_len": 128, "enable_prefix_caching": True, "swap_space": 0.01}
 LONG = [9, *range(20, 90)]
@@ -80,6 +82,37 @@ def test_blocks_that_wait_to_be_written_are_no_request(start: Callable[..., LLME
     second = start()
     answer(second, LONG)
     assert second.stats().prefix_cache_hits_total == 64
+
+
+def test_no_step_waits_for_a_disk_that_hangs(
+    start: Callable[..., LLMEngine], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """What is to be written is handed over; who puts the engine to sleep waits for it, but not for ever."""
+    goes_on = threading.Event()
+    write = BlockFiles._write
+    monkeypatch.setattr(BlockFiles, "_write", lambda *arguments: goes_on.wait(60) and write(*arguments))
+    monkeypatch.setattr("quire.worker.blockfiles.CLOSING_SECONDS", 0.1)
+    one = start()
+    answer(one, LONG)
+    assert not one.core.has_unfinished()
+    assert tiers(one).disk_written_blocks_total == 0
+    assert one.core.call("sleep")
+    assert "blocks hangs" in caplog.text
+    goes_on.set()
+
+
+def test_weights_that_are_refused_leave_the_disk_open(start: Callable[..., LLMEngine]) -> None:
+    first = start()
+    answer(first, LONG)
+    with pytest.raises(RequestFailedError, match="nowhere"):
+        first.core.call("update_weights", "/nowhere")
+    other = [7, *LONG]
+    answer(first, other)
+    second = start()
+    answer(second, other)
+    assert second.stats().prefix_cache_hits_total == 64
+    answer(second, LONG)
+    assert second.stats().prefix_cache_hits_total == 128
 
 
 @pytest.mark.slow
