@@ -109,7 +109,7 @@ class ReplicasClient:
         self._totals, self._totals_due = self.stats[0], 0.0
         self._replicas: list[_Replica] = []
         self._routes: dict[str, _Route] = {}  # by request, in order of arrival
-        self._calls: dict[int, tuple[Call, set[int], list[Reply]]] = {}  # and who has yet to answer
+        self._calls: dict[int, tuple[Call, set[int], dict[int, Reply]]] = {}  # who has yet to answer, and who has
         self._limits: dict[str, Any] = {}  # that were changed
         self._weights: list[Call] = []  # that put engines to sleep, or gave them others
         self._pins: dict[str, list[Any]] = {}  # name -> arguments
@@ -176,11 +176,8 @@ class ReplicasClient:
         if rank not in up or len(up) == 1:
             message = f"engine {rank} can't restart: it and another have to be up, and {up} are."
             raise InvalidRequestError(message, "rank")
-        replica = self._replicas[rank]
-        replica.state = "draining"
-        self._router.is_open[rank] = False
         logger.info("engine %d finishes its requests (%d), and starts anew then", rank, self._router.loads[rank])
-        self._renew_if_drained(replica)
+        self._drain(self._replicas[rank])
 
     def close(self) -> None:
         self._closed.set()
@@ -315,7 +312,7 @@ class ReplicasClient:
             self._on_event(Reply(call.call_id, False))  # one engine might have done it, and another not
         else:
             serving = [replica for replica in self._replicas if replica.serves]
-            self._calls[call.call_id] = (call, {replica.rank for replica in serving}, [])
+            self._calls[call.call_id] = (call, {replica.rank for replica in serving}, {})
             for replica in serving:
                 if call.name == "pin_prefix":
                     self._pin(replica, call)
@@ -342,14 +339,17 @@ class ReplicasClient:
         if rank in missing:
             missing.discard(rank)
             if self._replicas[rank].serves:
-                replies.append(reply)
+                replies[rank] = reply
         if not missing:
             del self._calls[reply.call_id]
-            answer = total_reply(replies or [reply])
+            answer = total_reply([*replies.values()] or [reply])
             if answer.fault is None:
                 self._remember(call, answer)
             elif call.name == "pin_prefix" and call.arguments[0] not in self._pins:
                 self._call(Call(_NO_ANSWER, "unpin_prefix", call.arguments[:1]))  # all have it, or none
+            elif call.name == "update_weights":  # likewise: those that have other weights begin anew, with the others'
+                for changed in [own for own, each in replies.items() if each.value]:
+                    self._drain(self._replicas[changed])
             self._on_event(answer)  # nobody's, perhaps
 
     def _remember(self, call: Call, answer: Reply) -> None:
@@ -368,6 +368,11 @@ class ReplicasClient:
                 self._router.forget(replica.rank)
 
     # An engine's end and return.
+
+    def _drain(self, replica: _Replica) -> None:
+        replica.state = "draining"
+        self._router.is_open[replica.rank] = False
+        self._renew_if_drained(replica)
 
     def _renew_if_drained(self, replica: _Replica) -> None:
         if replica.state == "draining" and not self._router.loads[replica.rank]:

@@ -12,7 +12,7 @@ from quire.engine.async_llm import AsyncLLM, AsyncOptions
 from quire.engine.llm_engine import LLMEngine
 from quire.entrypoints.server import replicas
 from quire.entrypoints.server.replicas import ReplicasClient
-from quire.errors import ConfigError, InvalidRequestError, ModelLoadError
+from quire.errors import ConfigError, InvalidRequestError, ModelLoadError, RequestFailedError
 from quire.protocol.core import Abort, Add, Call, Command, Dead, Event, Fault, Finish, News, Ready, Refused, Reply
 from quire.protocol.requests import NewRequest, SamplingTask
 from quire.protocol.stats import EngineStats
@@ -247,6 +247,25 @@ def test_a_call_does_without_an_engine_that_dies() -> None:
         world.engines[0].say(Reply(7))
         world.engines[1].say(Dead("it broke"))
         assert [event for event in world.events if isinstance(event, Reply)] == [Reply(7)]
+
+    play(scene)
+
+
+def test_all_engines_have_the_same_weights_where_one_could_not_change_them() -> None:
+    async def scene(world: World) -> None:
+        changed, other = world.engines
+        world.client.send(Call(1, "update_weights", ["/a"]))
+        for engine in world.engines:
+            engine.say(Reply(1, True))
+        world.client.send(Call(2, "update_weights", ["/b"]))
+        changed.say(Reply(2, True))
+        other.say(Reply(2, fault=Fault.of(RequestFailedError("no memory"))))
+        assert world.events[-1].fault.message == "no memory"  # type: ignore[union-attr]
+        await world.until_up()
+        assert changed.closed
+        assert world.engines[1] is other
+        told = [command.arguments for command in world.engines[0].sent if isinstance(command, Call)]
+        assert told == [["/a"]], "as the other has them"
 
     play(scene)
 
