@@ -276,6 +276,7 @@ class EngineCore:
     def stop(self) -> None:
         """Stop the executor, and publish no more."""
         self._aside.shutdown()
+        self.scheduler.guidance.close()
         self.executor.stop()
         if self._publisher is not None:
             self._publisher.close()

@@ -41,6 +41,11 @@ class Guidance:
         if self._grammars is not None:
             self._grammars.compiler.prepare()
 
+    def close(self) -> None:
+        """End the processes that grammars are tried in."""
+        for trial in self._grammars.compiler.trials if self._grammars is not None else ():
+            trial.end()
+
     def open(self, group: SequenceGroup) -> None:
         """Give a new request its grammar, or set its sequences aside until that is compiled."""
         params = group.task.params.structured_outputs

@@ -268,6 +268,16 @@ def test_forced_tokens_are_drafts_of_many_at_once(monkeypatch: pytest.MonkeyPatc
     assert steps[0] < steps[1] * 0.8
 
 
+def test_no_process_outlives_the_engine() -> None:
+    one = engine()
+    run(one, [SamplingParams(max_tokens=4, structured_outputs=StructuredOutputsParams(regex="[ab]{5}"))])
+    trials = one.core.scheduler.guidance._grammars.compiler.trials  # type: ignore[union-attr]
+    (child,) = [trial._child for trial in trials if trial._child is not None]
+    assert child.poll() is None
+    one.shutdown()
+    assert child.poll() is not None
+
+
 def test_the_end() -> None:
     """A grammar's end is one, whatever min_tokens and ignore_eos say; where it may go on, they hold."""
     llm = LLM("demo", max_model_len=128)

@@ -49,13 +49,17 @@ class TooLongError(QuireError):
 
 
 class Compiler:
-    """Makes matchers that stand before the first token; each pace is for one thread."""
+    """Makes matchers that stand before the first token; each pace is for one thread.
+
+    Attributes:
+        trials: by pace, what tries out grammars before they are compiled.
+    """
 
     def __init__(self, vocabulary: Vocabulary) -> None:
         self._vocabulary = vocabulary
         self._table: Any = None  # llguidance's tokenizer, once read
         self._special_tokens: Mapping[str, int] = {}
-        self._trials = [Trial() for _ in _SECONDS]
+        self.trials = [Trial() for _ in _SECONDS]
 
     def prepare(self) -> None:
         """Read the vocabulary, if it is so large that this keeps the GIL for long."""
@@ -75,7 +79,7 @@ class Compiler:
         if self._table is None:
             self._read_table()
         source = source_of(params, self._special_tokens)
-        if _may_take_long(params, source) and not self._trials[pace].passes(source, _SECONDS[pace]):
+        if _may_take_long(params, source) and not self.trials[pace].passes(source, _SECONDS[pace]):
             if pace < NUM_PACES - 1:
                 raise TooLongError
             raise InvalidRequestError(

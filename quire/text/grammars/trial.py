@@ -25,7 +25,7 @@ _MAX_WAIT = 10  # times its processor time that a grammar may take, on a machine
 
 
 class Trial:
-    """The process, started when first needed, and again after it was ended. For one thread."""
+    """The process, started when first needed, and again after it was ended. For one thread, but for `end`."""
 
     def __init__(self) -> None:
         self._child: subprocess.Popen[bytes] | None = None
@@ -46,12 +46,17 @@ class Trial:
             weakref.finalize(self, self._child.kill)
         answered = self._ask(self._child, source.encode("utf-8", "surrogatepass"), seconds)
         if not answered:
-            self._child.kill()
-            self._child.wait()
-            self._child = None
+            self.end()
         if answered is None:
             raise RequestFailedError("the machine is too busy to compile it; try again later.")
         return answered
+
+    def end(self) -> None:
+        """End the process, from whichever thread: what it tries just now is refused."""
+        child, self._child = self._child, None
+        if child is not None:
+            child.kill()
+            child.wait()
 
     def _ask(self, child: subprocess.Popen[bytes], data: bytes, seconds: float) -> bool | None:
         """True when the process has compiled it, False when it was ended, None when neither came in time."""
