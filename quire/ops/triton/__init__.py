@@ -15,19 +15,9 @@ from quire.ops.triton.experts import mix, route
 from quire.ops.triton.linear import fast_linear, integer_linear, linear, quantized_linear
 from quire.ops.triton.norm import add_rms_norm, layer_norm, rms_norm
 
-# By the operations' names; called as their references are.
-KERNELS: dict[str, Callable[..., Any]] = {
-    **ACTIVATIONS,
-    "add_rms_norm": add_rms_norm,
-    "embedding": embedding,
-    "integer_linear": integer_linear,
-    "layer_norm": layer_norm,
-    "linear": linear,
-    "mix": mix,
-    "quantized_linear": quantized_linear,
-    "rms_norm": rms_norm,
-    "route": route,
-}
+_OTHERS = (add_rms_norm, embedding, integer_linear, layer_norm, linear, mix, quantized_linear, rms_norm, route)
+# By the operations' names, which are their own; called as their references are.
+KERNELS: dict[str, Callable[..., Any]] = ACTIVATIONS | {kernel.__name__: kernel for kernel in _OTHERS}
 
 
 def install(device_type: str = "cuda", *, fast_gemm: bool = False) -> None:
