@@ -1,12 +1,15 @@
 """Snapshots of the engine: its counters and gauges under vLLM's metric names, and each sequence and block on its own.
 
 `LLM.get_metrics` and the server's /metrics read the one, the server's live view the other. They come from what the
-scheduler counts; nothing is measured here.
+scheduler counts; nothing is measured here. A figure's type says what /metrics tells of it, and under which name, unless
+that is its own.
 """
 
 from typing import Annotated
 
 import msgspec
+
+_QUERIES, _HOST_USAGE = "vllm:prefix_cache_queries", "vllm:cpu_cache_usage_perc"
 
 
 class Counts(msgspec.Struct, frozen=True, array_like=True):
@@ -19,7 +22,8 @@ class Counts(msgspec.Struct, frozen=True, array_like=True):
 class TierStats(msgspec.Struct):
     """The KV cache's host memory and disk: a gauge at a moment, and counters since the start, as /metrics has them."""
 
-    host_cache_usage_perc: float = 0.0  # share of the host blocks that sequences own, 0 to 1, of the fullest group
+    # 0 to 1, of the fullest group
+    host_cache_usage_perc: Annotated[float, "Share of the host's blocks that swapped sequences own.", _HOST_USAGE] = 0.0
     num_swaps_total: Annotated[int, "Preempted sequences whose blocks went to the host."] = 0
     swapped_out_blocks_total: Annotated[int, "KV blocks copied to the host, evicted prefixes included."] = 0
     swapped_in_blocks_total: Annotated[int, "KV blocks copied back."] = 0
@@ -38,17 +42,17 @@ class TierStats(msgspec.Struct):
 class SpeculationStats(msgspec.Struct):
     """What became of drafts, since the start."""
 
-    num_drafts: int = 0  # times that a sequence's drafts were verified
-    num_draft_tokens: int = 0
-    num_accepted_tokens: int = 0
+    num_drafts: Annotated[int, "Times that a sequence's drafts were verified.", "vllm:spec_decode_num_drafts"] = 0
+    num_draft_tokens: Annotated[int, "Draft tokens verified.", "vllm:spec_decode_num_draft_tokens"] = 0
+    num_accepted_tokens: Annotated[int, "Draft tokens accepted.", "vllm:spec_decode_num_accepted_tokens"] = 0
     num_accepted_tokens_per_pos: list[int] = []  # by place among the drafts, the first first
 
 
 class Limits(msgspec.Struct, frozen=True, tag=True):
     """What the scheduler keeps to, and how far that can be raised while it runs."""
 
-    max_num_seqs: int
-    max_num_batched_tokens: int
+    max_num_seqs: Annotated[int, "Most sequences that may run at once, now."]
+    max_num_batched_tokens: Annotated[int, "Most tokens that a step may have, now."]
     policy: str
     policy_options: dict[str, float | None]  # those that the policy reads
     most_num_seqs: int  # what was reserved at the start, of this and the next
@@ -61,17 +65,17 @@ SLEEP_STATES = ("awake", "weights_offloaded", "discard_all")  # by level; the wo
 class EngineStats(msgspec.Struct, frozen=True):
     """Gauges at a moment, and counters since the start."""
 
-    num_requests_running: int = 0
-    num_requests_waiting: int = 0
-    kv_cache_usage_perc: float = 0.0  # 0 to 1, as the metric of that name is
-    num_preemptions_total: int = 0
-    prefix_cache_queries_total: int = 0  # prompt tokens looked up
-    prefix_cache_hits_total: int = 0  # prompt tokens found
+    num_requests_running: Annotated[int, "Sequences that are being computed.", "vllm:num_requests_running"] = 0
+    num_requests_waiting: Annotated[int, "Sequences that wait to be computed.", "vllm:num_requests_waiting"] = 0
+    kv_cache_usage_perc: Annotated[float, "Share of the KV blocks in use; 1 is all.", "vllm:kv_cache_usage_perc"] = 0.0
+    num_preemptions_total: Annotated[int, "Sequences whose blocks were taken from them.", "vllm:num_preemptions"] = 0
+    prefix_cache_queries_total: Annotated[int, "Prompt tokens looked up in the prefix cache.", _QUERIES] = 0
+    prefix_cache_hits_total: Annotated[int, "Prompt tokens found in the prefix cache.", "vllm:prefix_cache_hits"] = 0
     waiting_reasons: dict[str, int] = {}  # why the waiting wait -> how many
-    num_forks_total: int = 0  # sequences that began with the blocks of another
-    kv_blocks_shared: int = 0  # with more than one owner
-    kv_blocks_pinned: int = 0
-    prefix_cache_evictions_total: int = 0  # blocks whose cached content made room
+    num_forks_total: Annotated[int, "Sequences that began with the blocks of another.", "quire:forks"] = 0
+    kv_blocks_shared: Annotated[int, "KV blocks with more than one owner."] = 0
+    kv_blocks_pinned: Annotated[int, "KV blocks of pinned prefixes."] = 0
+    prefix_cache_evictions_total: Annotated[int, "KV blocks whose cached content made room."] = 0
     # How long contents of blocks stay, as `residency_histograms` has them; [] until something was counted.
     kv_block_residency: list[Counts] = []
     tiers: TierStats | None = None  # where there is a second memory

@@ -91,18 +91,7 @@ class Figures(Collector):
         yield from named.values()
 
     def _gauges(self, stats: EngineStats) -> Iterator[_Figure]:
-        yield "vllm:num_requests_running", "Sequences that are being computed.", stats.num_requests_running
-        yield "vllm:num_requests_waiting", "Sequences that wait to be computed.", stats.num_requests_waiting
-        yield "vllm:kv_cache_usage_perc", "Share of the KV blocks in use; 1 is all.", stats.kv_cache_usage_perc
-        if stats.limits is not None:
-            yield "quire:max_num_seqs", "Most sequences that may run at once, now.", stats.limits.max_num_seqs
-            tokens = stats.limits.max_num_batched_tokens
-            yield "quire:max_num_batched_tokens", "Most tokens that a step may have, now.", tokens
-        yield "quire:kv_blocks_shared", "KV blocks with more than one owner.", stats.kv_blocks_shared
-        yield "quire:kv_blocks_pinned", "KV blocks of pinned prefixes.", stats.kv_blocks_pinned
-        if stats.tiers is not None:
-            usage = stats.tiers.host_cache_usage_perc
-            yield "vllm:cpu_cache_usage_perc", "Share of the host's KV blocks that swapped sequences own.", usage
+        yield from _told(stats, are_counters=False)
         states = {state: int(state == stats.sleep_state) for state in SLEEP_STATES}
         yield "vllm:engine_sleep_state", "Whether the engine is in it: 1.", _by("sleep_state", states)
         deferred = sum(stats.waiting_reasons.get(reason, 0) for reason in _PREPARING)
@@ -132,25 +121,21 @@ class Figures(Collector):
         yield "vllm:request_success", "Sequences that ended, by why.", _by("finished_reason", metrics.finished)
 
     def _counters(self, stats: EngineStats) -> Iterator[_Figure]:
-        queries, hits = stats.prefix_cache_queries_total, stats.prefix_cache_hits_total
-        yield "vllm:prefix_cache_queries", "Prompt tokens looked up in the prefix cache.", queries
-        yield "vllm:prefix_cache_hits", "Prompt tokens found in the prefix cache.", hits
-        evictions = stats.prefix_cache_evictions_total
-        yield "quire:prefix_cache_evictions", "KV blocks whose cached content made room.", evictions
-        yield "vllm:num_preemptions", "Sequences whose blocks were taken from them.", stats.num_preemptions_total
-        yield "quire:forks", "Sequences that began with the blocks of another.", stats.num_forks_total
-        if stats.tiers is not None:
-            for field in structs.fields(stats.tiers):
-                if (name := field.name.removesuffix("_total")) != field.name:
-                    yield f"quire:{name}", field.type.__metadata__[0], getattr(stats.tiers, field.name)
+        yield from _told(stats, are_counters=True)
         if (drafts := stats.speculation) is not None:
-            of_drafts = "vllm:spec_decode_num"
-            yield f"{of_drafts}_drafts", "Times that a sequence's drafts were verified.", drafts.num_drafts
-            yield f"{of_drafts}_draft_tokens", "Draft tokens verified.", drafts.num_draft_tokens
-            yield f"{of_drafts}_accepted_tokens", "Draft tokens accepted.", drafts.num_accepted_tokens
             by_place = {str(place): count for place, count in enumerate(drafts.num_accepted_tokens_per_pos)}
             help = "Those accepted, by place among the drafts."
-            yield f"{of_drafts}_accepted_tokens_per_pos", help, _by("position", by_place)
+            yield "vllm:spec_decode_num_accepted_tokens_per_pos", help, _by("position", by_place)
+
+
+def _told(stats: EngineStats, are_counters: bool) -> Iterator[_Figure]:
+    """What the stats' own types tell of: counters since the start, or gauges of the moment."""
+    for part in filter(None, (stats, stats.limits, stats.tiers, stats.speculation)):
+        for field in structs.fields(part):
+            told, is_counter = getattr(field.type, "__metadata__", ()), part is stats.speculation
+            if told and (is_counter or field.name.endswith("_total")) == are_counters:
+                help, name = (*told, f"quire:{field.name.removesuffix('_total')}")[:2]
+                yield name, help, getattr(part, field.name)
 
 
 def _by(label: str, values: Mapping[str, float]) -> tuple[tuple[str], Mapping[tuple[str, ...], float]]:
