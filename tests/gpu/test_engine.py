@@ -104,9 +104,10 @@ def test_kernels_serve_an_engine(build: Build, devices: Devices) -> None:
     asked = [
         (prompt[:9], msgspec.structs.replace(params, max_tokens=3, min_tokens=0)) for prompt, params in requests()[:4]
     ]
-    engine = build(enforce_eager=True, max_num_batched_tokens=16)
+    few: dict[str, Any] = {"max_num_batched_tokens": 16, "max_num_seqs": len(asked)}
+    engine = build(enforce_eager=True, **few)
     engine.core.executor.max_in_flight = 1
-    assert drain(build(max_num_batched_tokens=16), asked) == alone(engine, asked)
+    assert drain(build(**few), asked) == alone(engine, asked)
 
 
 def test_the_last_block_of_the_longest_context_is_not_whole(build: Build) -> None:
