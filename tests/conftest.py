@@ -96,11 +96,20 @@ def _check_library() -> None:
         raise pytest.UsageError(fault)
 
 
+@pytest.hookimpl(wrapper=True)
+def pytest_collection() -> Iterator[object]:
+    """What is here then stays, and is a million objects: collections of garbage need not look at them, now or later."""
+    gc.disable()
+    try:
+        return (yield)
+    finally:
+        gc.freeze()
+        gc.enable()
+
+
 def pytest_collection_finish() -> None:
-    """What is here now stays, and is a million objects: collections of garbage need not look at them again."""
     if (interpreter := sys.modules.get("triton.runtime.interpreter")) is not None:
         _patch_language_once(interpreter)
-    gc.freeze()
 
 
 def _patch_language_once(interpreter: Any) -> None:
