@@ -46,7 +46,7 @@ def test_linear(installed: str, dtype: torch.dtype, num_columns: int, size: int)
     assert ops.linear(x[:0], weight).shape == (0, num_columns)
 
 
-@pytest.mark.pairs
+@pytest.mark.sweep
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("kind", ["int8", "int4", "fp8"])
 @pytest.mark.parametrize(("num_columns", "size"), [(33, 70), (70, 256), (7, 33)])
@@ -78,7 +78,7 @@ def grouped(kind: str, num_columns: int, size: int) -> tuple[Tensor, Tensor, Ten
     return codes.where(codes & 127 != 127, 0).view(torch.float8_e4m3fn), scales, torch.zeros_like(zeros)
 
 
-@pytest.mark.pairs
+@pytest.mark.sweep
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("kind", ["U4_32", "U4_128", "U8_32", "U8_128", "F8_128"])
 @pytest.mark.parametrize(("num_columns", "size"), [(33, 32), (7, 96), (1, 160), (70, 256), (200, 288), (16, 544)])

@@ -22,7 +22,7 @@ def assert_near(ours: Tensor, theirs: Tensor) -> None:
     torch.testing.assert_close(ours, theirs, rtol=tolerance, atol=tolerance)
 
 
-@pytest.mark.pairs
+@pytest.mark.sweep
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("size", [1, 40, 100, 1500])
 @pytest.mark.parametrize("kind", ["rms", "plus_one", "add", "layer", "plain layer"])
@@ -61,7 +61,7 @@ def test_norms_of_heads_that_lie_apart_and_of_nothing(installed: str) -> None:
     )
 
 
-@pytest.mark.pairs
+@pytest.mark.sweep
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("size", [2, 100, 2100])
 @pytest.mark.parametrize("name", ACTIVATIONS)
