@@ -27,6 +27,8 @@ hypothesis.settings.register_profile("local", deadline=None, suppress_health_che
 hypothesis.settings.register_profile("ci", parent=hypothesis.settings.get_profile("local"), derandomize=True)
 hypothesis.settings.load_profile("ci" if os.environ.get("CI") else "local")
 
+# Files of single tests that take a minute or more come first: begun last, they would leave other processes idle.
+_LONG = {"test_compiled.py", "test_levels.py", "test_packaging.py"}
 _ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(_ROOT / "tests"))  # for chi_square.py
 
@@ -137,7 +139,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     """Thin out sweeps to the cases in which each two values of their parameters meet.
 
     The rest of a test marked `pairs` is slow; that of a `sweep` is left out, as is what is marked `nightly`, but of no
-    nightly run.
+    nightly run. Long files come first.
     """
     if "quire.ops.native.library" in sys.modules and "PYTEST_XDIST_WORKER" not in os.environ:
         _check_library()
@@ -148,6 +150,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         left_out.update(item for item in items if item.get_closest_marker("nightly") is not None)
         config.hook.pytest_deselected(items=[*left_out])
         items[:] = [item for item in items if item not in left_out]
+    items.sort(key=lambda item: item.path.name not in _LONG)
 
 
 def _beyond_pairs(items: list[pytest.Item], marker: str) -> list[pytest.Item]:
