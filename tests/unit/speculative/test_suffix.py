@@ -44,7 +44,7 @@ def test_the_longest_repeated_suffix(num_symbols: int) -> None:
 def test_a_text_is_followed_in_one_that_grows() -> None:
     rng, automaton, text = random.Random(1), SuffixAutomaton(), list[int]()
     state = length = 0
-    for _ in range(300):
+    for _ in range(150):
         for _ in range(rng.randrange(3)):
             automaton.append(rng.randrange(3))
         before = automaton.token_ids
