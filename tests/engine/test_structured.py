@@ -251,6 +251,7 @@ def test_forced_tokens_are_drafts(monkeypatch: pytest.MonkeyPatch, speculative: 
     assert steps[0] < steps[1] * 0.9
 
 
+@pytest.mark.slow
 def test_forced_tokens_are_drafts_of_many_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """What many requests' grammars force is found with the masks, while the model computes: a token later, and used."""
     text = StructuredOutputsParams(regex="[ab ]{8}: a text of which no word is left to the model, whatever it may say")

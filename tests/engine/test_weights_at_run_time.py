@@ -158,6 +158,7 @@ def test_processes_stages_and_engines(start: Callable[..., LLM], other: Path, op
     check_weights(start(**options), other)
 
 
+@pytest.mark.slow
 def test_tensors_by_name(start: Callable[..., LLM], other: Path) -> None:
     llm, tensors = start(), load_file(DEMO / "model.safetensors")
     before = answers(llm)

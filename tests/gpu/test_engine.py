@@ -213,6 +213,7 @@ def test_without_triton_plain_torch_computes(build: Build) -> None:
     assert drain(engine, few) == drain(build(device="cpu", kernels="torch"), few)
 
 
+@pytest.mark.slow
 def test_grammars(build: Build) -> None:
     """Masks come when the device has computed a step; who has none is drawn ahead before and after."""
     schema = {"type": "object", "properties": {"name": {"enum": ["a", "bc"]}, "n": {"type": "integer"}}}
@@ -266,7 +267,9 @@ def test_drafts(build: Build, baseline: list[Any]) -> None:
     assert drain(engine, requests()) == baseline
 
 
-@pytest.mark.parametrize("model", ["demo-draft", "demo-medusa", "demo-eagle3"])
+@pytest.mark.parametrize(
+    "model", ["demo-draft", *(pytest.param(name, marks=pytest.mark.slow) for name in ("demo-medusa", "demo-eagle3"))]
+)
 def test_models_that_draft(devices: Devices, model: str) -> None:
     ids = [{"prompt_token_ids": ids} for ids in ([15, 26, 37], [19] * 20)]
     params = SamplingParams(temperature=0.8, seed=3, max_tokens=12)

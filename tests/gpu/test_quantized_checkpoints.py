@@ -22,6 +22,7 @@ Write = Callable[..., tuple[Path, Path]]  # of a case and what is left plain -> 
 PROMPTS = [{"prompt_token_ids": ids} for ids in ([15, 26, 37], [19] * 40, [18, 30, 5, 6])]
 KEPT = ["gptq-4", "gptq-4-row", "gptq-8", "awq-gemm", "awq-gemm-sym", "ct-w4-zeros", "ct-w8", "ct-int8"]
 KEPT += ["fp8-tensor", "fp8-channel", "fp8-block"]
+_QUICK = ("gptq-4", "ct-int8", "fp8-block")  # a kind of codes each
 DEQUANTIZED = ["gptq-4-order", "gptq-odd", "bnb-nf4"]
 
 
@@ -66,7 +67,9 @@ def linears(llm: LLM) -> list[Any]:
     return [module for module in worker.worker.model.modules() if "_proj" in getattr(module, "name", "")]
 
 
-@pytest.mark.parametrize("case", KEPT)
+@pytest.mark.parametrize(
+    "case", [pytest.param(case, marks=() if case in _QUICK else pytest.mark.slow) for case in KEPT]
+)
 def test_codes_are_kept(write: Write, devices: Devices, case: str) -> None:
     quantized, plain = map(load, write(case))
     found = answers(quantized)

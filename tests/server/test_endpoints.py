@@ -657,6 +657,7 @@ def test_variables_of_the_template(special: RunningServer, name: str, value: Any
     assert special.post("/detokenize", {"tokens": answer["prompt_token_ids"]}).json()["prompt"] == "Hi" + shown
 
 
+@pytest.mark.slow
 def test_lower_priorities_run_first(special: RunningServer) -> None:
     ended: list[int] = []
 

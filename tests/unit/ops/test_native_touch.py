@@ -55,6 +55,7 @@ def test_touched_by_and_by_with_its_contents() -> None:
         assert tensor.sum() == 7
 
 
+@pytest.mark.slow
 def test_what_was_freed_is_left_alone(tmp_path: Path) -> None:
     """Neither memory that is gone is touched, nor a file's copy that came to lie in its place."""
     for _ in range(20):

@@ -74,7 +74,7 @@ def test_route(installed: str, count: int, renormalize: bool) -> None:
     ("kind", "dtype", "count"),
     [
         (None, torch.float32, 3),
-        ("U4_32", torch.bfloat16, 3),
+        pytest.param("U4_32", torch.bfloat16, 3, marks=pytest.mark.slow),
         pytest.param(None, torch.bfloat16, 17, marks=pytest.mark.slow),
         pytest.param("int8", torch.float16, 3, marks=pytest.mark.slow),
         pytest.param("int4", torch.bfloat16, 17, marks=pytest.mark.slow),

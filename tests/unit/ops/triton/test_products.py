@@ -8,7 +8,7 @@ from quire import ops
 from quire.ops.grouped import expand, pack_int4
 from quire.quantization.coded import quantize_fp8, quantize_int4, quantize_int8
 
-DTYPES = [torch.float32, torch.bfloat16, torch.float16]
+DTYPES = [torch.float32, torch.bfloat16, pytest.param(torch.float16, marks=pytest.mark.slow)]
 ROUNDING = {torch.float32: 2e-6, torch.bfloat16: 8e-3, torch.float16: 1e-3}
 NUM_ROWS = (1, 2, 17, 64, 65, 130)
 

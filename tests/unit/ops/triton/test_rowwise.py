@@ -7,7 +7,7 @@ from torch import Tensor
 from quire import ops
 from quire.ops.table import OPERATIONS
 
-DTYPES = [torch.float32, torch.bfloat16, torch.float16]
+DTYPES = [torch.float32, torch.bfloat16, pytest.param(torch.float16, marks=pytest.mark.slow)]
 TOLERANCE = {torch.float32: 2e-6, torch.bfloat16: 8e-3, torch.float16: 1e-3}  # a rounding of each type
 ACTIVATIONS = ["silu", "silu_and_mul", "gelu", "gelu_and_mul", "gelu_tanh", "gelu_tanh_and_mul", "relu"]
 
