@@ -43,10 +43,11 @@ class Trial:
                 self._child = start_child("quire.text.grammars.trial", answers=True, keys=False)
             except OSError as error:
                 raise RequestFailedError(f"the process that tries grammars can't be started: {error}.") from None
-            weakref.finalize(self, self._child.kill)
-        answered = self._ask(self._child, source.encode("utf-8", "surrogatepass"), seconds)
+            self._killer = weakref.finalize(self, self._child.kill)
+        answered = self._ask(child := self._child, source.encode("utf-8", "surrogatepass"), seconds)
         if not answered:
             self.end()
+            child.communicate()  # closes its pipes, which `end` can't while another thread reads one
         if answered is None:
             raise RequestFailedError("the machine is too busy to compile it; try again later.")
         return answered
@@ -55,6 +56,7 @@ class Trial:
         """End the process, from whichever thread: what it tries just now is refused."""
         child, self._child = self._child, None
         if child is not None:
+            self._killer.detach()
             child.kill()
             child.wait()
 

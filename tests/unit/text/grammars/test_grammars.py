@@ -1,6 +1,7 @@
 """Schemas are refused for what no grammar holds, by name and place; structural tags mean what they say."""
 
 import json
+import os
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ from quire.text.grammars.compiler import Compiler, Vocabulary
 from quire.text.grammars.compose import after
 from quire.text.grammars.reasons import OURS
 from quire.text.grammars.schema import check_schema
+from quire.text.grammars.trial import Trial
 from quire.text.tokenizer import load_tokenizer
 
 NODE = {"type": "object", "properties": {"next": {"$ref": "#/$defs/n"}}, "required": ["next"]}
@@ -176,6 +178,13 @@ def test_what_would_take_for_ever_is_stopped(compiler: Compiler) -> None:
     with pytest.raises(InvalidRequestError, match="takes more than"):
         compiler.compile(StructuredOutputsParams(json=schema))
     assert accepts(compiler, StructuredOutputsParams(regex="a+"), "aaa"), "and another process is there for the next"
+
+
+def test_a_process_that_was_stopped_leaves_nothing_open(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Trial, "_ask", lambda *_: False)
+    trial, before = Trial(), len(os.listdir("/dev/fd"))
+    assert not trial.passes("start: /a/", 1.0)
+    assert len(os.listdir("/dev/fd")) == before
 
 
 REASONS: list[tuple[dict[str, Any], str]] = [
