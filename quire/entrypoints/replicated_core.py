@@ -39,7 +39,7 @@ class ReplicatedCore:
         self.first_scheduled: list[str] = []
         self._ids = itertools.count()
         self._left: dict[str, set[int]] = {}  # of each request the sequences that go on
-        self._outputs: list[SequenceOutput] = []  # for the next step
+        self._outputs, self._scheduled = list[SequenceOutput](), list[str]()  # for the next step
         self._replies: dict[int, Reply] = {}
         self._dead: str | None = None
         self._sleeps = False
@@ -81,9 +81,9 @@ class ReplicatedCore:
         """Wait for news of any engine."""
         self._check_alive()
         with self.interrupts:
-            self.first_scheduled = []
             if not self._outputs:
                 self._take()
+        self.first_scheduled, self._scheduled = self._scheduled, []
         outputs, self._outputs = self._outputs, []
         return outputs
 
@@ -126,7 +126,7 @@ class ReplicatedCore:
                 match self._events.popleft():
                     case News(outputs, scheduled):
                         self._outputs += outputs
-                        self.first_scheduled += scheduled
+                        self._scheduled += scheduled
                         for item in outputs:
                             if item.finish_reason is not None:
                                 self._drop(item.request_id, item.sequence_index)

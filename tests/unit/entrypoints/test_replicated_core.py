@@ -109,6 +109,7 @@ def test_calls_wait_for_their_answer_and_lose_no_news(client: Any) -> None:
     with pytest.raises(InvalidRequestError, match="too short"):
         core.call("pin_prefix", "p", [1], None)
     assert [item.finish_reason for item in core.step()] == ["length"] * 3
+    assert core.first_scheduled == ["a"] * 3
 
 
 def test_what_no_engine_took_or_what_was_lost_ends_with_the_reason(client: Any) -> None:
