@@ -69,7 +69,7 @@ def _check_width(files: AdapterFiles, width: int) -> None:
 
 
 def _finite(files: AdapterFiles, name: str, tensor: Tensor) -> Tensor:
-    """A tensor in float32."""
-    if not tensor.isfinite().all():
+    """A tensor in float32, whatever it is in: types of eight bits can't tell whether they are finite."""
+    if not (tensor := tensor.float()).isfinite().all():
         raise AdapterError(files.name, f"{WEIGHTS} has numbers in {name!r} that are not finite.")
-    return tensor.float()
+    return tensor

@@ -42,8 +42,7 @@ class Adapters:
             if ref.adapter_id not in self._held and ref.adapter_id not in self._loading:
                 self._loading[ref.adapter_id] = self._threads.submit(self._load, ref)
         awaited = [self._loading[ref.adapter_id] for _, ref in call.wanted if ref.adapter_id in self._loading]
-        if awaited and call.seconds:
-            wait(awaited, call.seconds)
+        wait(awaited, call.seconds)
         ready: list[int] = []
         failed: list[tuple[int, str]] = []
         for slot, ref in call.wanted:
@@ -51,8 +50,9 @@ class Adapters:
             if own in self._loading and self._loading[own].done():
                 try:
                     self._held[own] = self._loading.pop(own).result()
-                except (AdapterError, OSError) as error:
-                    failed.append((own, str(error)))
+                except Exception as error:  # whatever its files hold, it is the fault of nobody else
+                    known = isinstance(error, AdapterError)
+                    failed.append((own, str(error if known else AdapterError(ref.name, f"{error!r}."))))
             if own in self._held:
                 self._put(slot, own)
                 ready.append(own)

@@ -166,8 +166,8 @@ def check_adapters(options: dict[str, Any], adapters: list[LoRARequest]) -> None
 
 
 def test_a_bad_adapter_hurts_nobody(llm: LLM, adapters: list[LoRARequest], tmp_path: Path) -> None:
-    def adapter(number: int, tensors: dict[str, torch.Tensor]) -> LoRARequest:
-        return LoRARequest(f"bad-{number}", number, str(write_adapter(tmp_path / str(number), tensors, 4)))
+    def adapter(number: int, tensors: dict[str, torch.Tensor], **config: Any) -> LoRARequest:
+        return LoRARequest(f"bad-{number}", number, str(write_adapter(tmp_path / str(number), tensors, 4, **config)))
 
     name = "model.layers.0.self_attn.q_proj"
     other = adapter(101, factors({name: (512, 512)}, 4, 1))
@@ -182,6 +182,9 @@ def test_a_bad_adapter_hurts_nobody(llm: LLM, adapters: list[LoRARequest], tmp_p
     broken[f"base_model.model.{name}.lora_B.weight"][3, 1] = float("nan")
     with pytest.raises(InvalidRequestError, match=r"lora_B\.weight' that are not finite"):
         llm.generate("x", ASKED, use_tqdm=False, lora_request=adapter(103, broken))
+    endless = adapter(105, factors({name: (256, 256)}, 4, 1), lora_alpha=10**400)
+    with pytest.raises(InvalidRequestError, match=r"the adapter 'bad-105' can't be used: OverflowError"):
+        llm.generate("x", ASKED, use_tqdm=False, lora_request=endless)
     run(llm, ["x"], [adapters[0]])
     with pytest.raises(InvalidRequestError, match=r"lora_int_id=1 stands for the adapter 'voice-1'"):
         llm.generate("x", ASKED, use_tqdm=False, lora_request=LoRARequest("other", 1, adapters[1].lora_path))
@@ -193,6 +196,16 @@ def test_a_bad_adapter_hurts_nobody(llm: LLM, adapters: list[LoRARequest], tmp_p
         done |= {output.request_id: output for output in engine.step() if output.finished}
     assert done["bad"].outputs[0].finish_reason == "error"
     assert [told(done["good"])] == run(llm, ["Once"], [adapters[2]], SEEDED)
+
+
+def test_factors_of_eight_bits_are_their_numbers(llm: LLM, tmp_path: Path) -> None:
+    tensors = {name: tensor.to(torch.float8_e4m3fn) for name, tensor in factors(DEMO, 4, 1).items()}
+    wide = {name: tensor.float() for name, tensor in tensors.items()}
+    both: list[LoRARequest | None] = [
+        LoRARequest(name, number, str(write_adapter(tmp_path / name, own, 4)))
+        for number, (name, own) in enumerate({"narrow": tensors, "wide": wide}.items(), 110)
+    ]
+    assert run(llm, ["Once"], both[:1]) == run(llm, ["Once"], both[1:]) != run(llm, ["Once"], [None])
 
 
 def drain(engine: LLMEngine) -> dict[str, RequestOutput]:
