@@ -9,7 +9,7 @@ from collections.abc import Callable
 from typing import Any
 
 from quire.entrypoints.server.parsers.base import Function
-from quire.entrypoints.server.parsers.reader import Reader, Script, WrongCallError
+from quire.entrypoints.server.parsers.reader import Reader, Script, WrongCallError, is_object, strict_json
 
 NAME_KEYS, ARGUMENT_KEYS = ("name", "function", "tool_name"), ("arguments", "parameters")
 
@@ -80,18 +80,18 @@ def _json_call(read: Reader, known: bool, inner: bool = False) -> Script[None]:
         key = yield from read.json_value()
         yield from read.literal(":", spaced=True)
         yield from read.space()
-        if key == "function" and not inner and (yield from read.peek(1)) == "{":
+        if key == "function" and not (inner or begun) and (yield from read.peek(1)) == "{":
             yield from _json_call(read, known, inner=True)
             begun, name = True, ""
         elif key in NAME_KEYS and name is None:
             name = yield from read.json_value()
-            if known and name not in read.functions:
+            if known and name not in tuple(read.functions):  # it may be anything
                 raise WrongCallError
         elif key in ARGUMENT_KEYS and name is not None and not begun:
             read.start(name)
             begun = True
             yield from read.arguments()
-        elif key in ARGUMENT_KEYS and not begun:
+        elif key in ARGUMENT_KEYS and not begun and not held:
             yield from read.json(held.append)
         else:
             yield from read.json_value()
@@ -99,21 +99,21 @@ def _json_call(read: Reader, known: bool, inner: bool = False) -> Script[None]:
             break
     yield from read.literal("}")
     if not begun:
+        arguments = _object_text("".join(held))
         read.start(name)
-        read.send(_object_text("".join(held)))
+        read.send(arguments)
     if not inner:
         read.end()
 
 
 def _object_text(text: str) -> str:
     """Arguments that came before the name."""
-    value = json.loads(text) if text else {}
-    if isinstance(value, str):
-        value = json.loads(value) if value.startswith("{") else None
-        text = to_json(value)
-    if not isinstance(value, dict | None):
+    value = json.loads(text) if text else None
+    if value in (None, "", {}):
+        return "{}"
+    if not (isinstance(value, dict) or is_object(value)):
         raise WrongCallError
-    return text if value else "{}"
+    return value if isinstance(value, str) else text
 
 
 class ArgumentWriter:
@@ -173,7 +173,7 @@ def _converted(text: str, types: set[str]) -> Any:
     if text == "None" or (text.lower() in ("true", "false") and "boolean" in types):
         return {"none": None, "true": True, "false": False}[text.lower()]
     try:
-        return json.loads(text, parse_constant=_refuse)
+        return strict_json(text)
     except (ValueError, RecursionError):
         return text
 
@@ -209,7 +209,3 @@ def to_json(value: Any) -> str:
     except UnicodeEncodeError:
         return json.dumps(value)
     return text
-
-
-def _refuse(constant: str) -> None:
-    raise ValueError(f"{constant} is no JSON")

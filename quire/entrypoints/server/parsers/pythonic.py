@@ -94,7 +94,7 @@ def _plain(node: ast.expr) -> Any:
             return value
         case ast.Name(id=name) if name in _JSON_NAMES:
             return _JSON_NAMES[name]
-        case ast.UnaryOp(op=ast.USub(), operand=ast.Constant(value=int() | float() as value)):
+        case ast.UnaryOp(op=ast.USub(), operand=ast.Constant(value=int() | float() as value)) if value not in _INFINITE:
             return -value
         case ast.List(elts=items) | ast.Tuple(elts=items):
             return [_plain(item) for item in items]

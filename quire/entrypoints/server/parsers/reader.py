@@ -170,13 +170,14 @@ class Reader:
         seen = 0
         longest = max(map(len, marks))
         while True:
-            if (found := _any_of(marks).search(self._text, self._at + seen)) is not None:
-                text = self._text[self._at : found.start()]
-                self._at = found.end()
-                return text, found[0]
-            seen = max(0, len(self._text) - self._at - longest + 1)
-            if seen > most or self._closed:
+            found = _any_of(marks).search(self._text, self._at + seen)
+            end = found.start() if found else len(self._text) - longest + 1
+            seen = max(0, end - self._at)
+            if seen > most or (found is None and self._closed):
                 raise WrongCallError
+            if found is not None:
+                text, self._at = self._text[self._at : end], found.end()
+                return text, found[0]
             yield
 
     def pieces_until(self, mark: str, hold: str = "") -> Generator[str | None, None, None]:
@@ -301,14 +302,14 @@ class Reader:
         self._try_from, self._mark = self._at, ""  # another call may follow within the attempt
 
     def arguments(self) -> Script[None]:
-        """Send a JSON object, or one that is written as a JSON string, or null for none."""
+        """Send a JSON object, or one that is written as a JSON string, or null or an empty string for none."""
         yield from self.space()
         match (yield from self.peek(1)):
             case "{":
                 yield from self.json(self.send)
             case '"':
                 text = yield from self.json_value()
-                if not _is_object(text):
+                if text and not is_object(text):
                     raise WrongCallError
                 self.send(text)
             case _:
@@ -354,8 +355,22 @@ def _begun(text: str, start: int, marks: tuple[str, ...]) -> int:
     return 0
 
 
-def _is_object(text: Any) -> bool:
+def is_object(text: Any) -> bool:
+    """Whether it is the text of a JSON object."""
     try:
-        return isinstance(text, str) and bool(text.encode()) and isinstance(json.loads(text), dict)
+        return isinstance(text, str) and bool(text.encode()) and isinstance(strict_json(text), dict)
     except (ValueError, RecursionError):  # a lone surrogate is a ValueError, too
         return False
+
+
+def strict_json(text: str) -> Any:
+    """A JSON value, read.
+
+    Raises:
+        ValueError: it is none, as infinity is none.
+    """
+    return json.loads(text, parse_constant=_refuse)
+
+
+def _refuse(constant: str) -> None:
+    raise ValueError(f"{constant} is no JSON")

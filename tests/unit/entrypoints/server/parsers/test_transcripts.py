@@ -8,6 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from quire.entrypoints.server.parsers import thoughts
 from quire.entrypoints.server.parsers.base import (
     Chain,
     ContentEvent,
@@ -22,7 +23,8 @@ from quire.entrypoints.server.parsers.base import (
     ToolCallStart,
     merged,
 )
-from quire.entrypoints.server.parsers.reader import ScriptParser
+from quire.entrypoints.server.parsers.json_scanner import JsonScanner
+from quire.entrypoints.server.parsers.reader import MAX_NAME, ScriptParser
 from quire.entrypoints.server.parsers.registry import THOUGHT_FORMS, TOOL_FORMS
 
 FERRY = Function(
@@ -74,9 +76,21 @@ TRANSCRIPTS: dict[str, list[tuple[str, list[Said]]]] = {
             '<tool_call>{"name": "", "arguments": {}}</tool_call>',
             ['<tool_call>{"name": "", "arguments": {}}</tool_call>'],
         ),
+        *(
+            (text := f'<tool_call>{{"arguments": {arguments}, "name": "tide"}}</tool_call>', [text])
+            for arguments in ('"{so"', '"{\\"when\\": NaN}"', '"[1]"', "[1]")
+        ),
         ('a <tool_call>{"nam', ['a <tool_call>{"nam']),
         ('<tool_call><tool_call>{"name": "tide"}</tool_call>', ["<tool_call>", ("tide", {})]),
+        ('<tool_call>[{"arguments": "", "name": "tide"}, {"name": "tide", "arguments": ""}]', [("tide", {})] * 2),
+        # Arguments, or a function, more than once: the first counts.
+        ('<tool_call>{"arguments": {"when": 1}, "parameters": 2, "name": "tide"}', [("tide", {"when": 1})]),
+        (
+            '<tool_call>{"name": "tide", "arguments": {}, "function": {"name": "find_ferry", "arguments": {}}}',
+            [("tide", {})],
+        ),
         # Broken off, or wrong after it has begun.
+        ('<tool_call>{"name": "tide", "arguments": "{\\"when\\": NaN}"}', [("tide", "{"), "}"]),
         ('<tool_call>{"name": "find_ferry", "arguments": {"port": "Os', [("find_ferry", '{"port": "Os')]),
         ('<tool_call>{"name": "tide", "arguments": {"when": 1}}', [("tide", {"when": 1})]),
         ('<tool_call>{"name": "tide", "arguments": {"when": ?}}', [("tide", '{"when": '), "?}}"]),
@@ -94,6 +108,7 @@ TRANSCRIPTS: dict[str, list[tuple[str, list[Said]]]] = {
         ('{"type": "function", "function": {"name": "tide", "arguments": {"when": 2}}}', [("tide", {"when": 2})]),
         ('{"name": "Ada", "parameters": {"born": 1815}}', ['{"name": "Ada", "parameters": {"born": 1815}}']),
         ('  {"answer": 42} ', ['  {"answer": 42} ']),
+        ('{"name": {"first": "Ada"}}', ['{"name": {"first": "Ada"}}']),
         ("Just words.", ["Just words."]),
     ],
     "llama4_pythonic": [
@@ -108,6 +123,7 @@ TRANSCRIPTS: dict[str, list[tuple[str, list[Said]]]] = {
         ("[1](https://ferry.example) is a link", ["[1](https://ferry.example) is a link"]),
         ("[tide(when=open('x'))] no", ["[tide(when=open('x'))] no"]),
         ("[tide(when=1e999)]", ["[tide(when=1e999)]"]),
+        ("[tide(when=-1e999)]", ["[tide(when=-1e999)]"]),
         ("[tide(when=1, then=x)] no", [("tide", '{"when": 1'), "then=x)] no"]),
     ],
     "mistral": [
@@ -298,9 +314,9 @@ def _read(text: str) -> Any:
         return text
 
 
-def read(parser: Parser, *pieces: str) -> list[ContentEvent]:
+def read(parser: Parser, *pieces: str, is_cut: bool = False) -> list[ContentEvent]:
     events = [event for piece in pieces for event in parser.push(piece)]
-    return merged(events + parser.finish())
+    return merged(events + parser.finish(is_cut))
 
 
 CASES = [(name, text, said) for name, table in TRANSCRIPTS.items() for text, said in table]
@@ -371,20 +387,74 @@ SHARDS += [
 ]
 
 
+FORMS = sorted({id(form): name for name, form in TOOL_FORMS.items()}.values())
+
+
+def mutants(name: str) -> st.SearchStrategy[str]:
+    """Rubbish, and what models write with something left out, repeated or put in between."""
+    form = TOOL_FORMS[name]
+    real = [text for one, table in TRANSCRIPTS.items() if TOOL_FORMS[one] is form for text, _ in table]
+    shards = st.sampled_from([*SHARDS, *form.marks * 2])
+
+    @st.composite
+    def mutant(draw: st.DrawFn) -> str:
+        text = draw(st.sampled_from(real))
+        for shard in draw(st.lists(shards | st.just(""), max_size=3)):
+            start, end = (draw(st.integers(0, len(text))) for _ in range(2))  # in either order
+            text = text[:start] + shard + text[end:]
+        return text
+
+    return mutant() | st.lists(shards, max_size=14).map("".join)
+
+
 @given(st.data())
 @settings(max_examples=25, deadline=None)
-@pytest.mark.parametrize("name", sorted({id(form): name for name, form in TOOL_FORMS.items()}.values()))
-def test_rubbish_is_read_the_same_however_it_is_cut(name: str, data: st.DataObject) -> None:
-    """And whatever is said besides calls was written."""
-    shards = st.sampled_from([*SHARDS, *TOOL_FORMS[name].marks * 2])
-    text = "".join(data.draw(st.lists(shards, max_size=14)))
-    whole = read(tool_parser(name), text)
+@pytest.mark.parametrize("name", FORMS)
+def test_a_mutant_is_read_the_same_however_it_is_cut(name: str, data: st.DataObject) -> None:
+    """And arguments are JSON as far as they go, and whatever is said besides calls was written."""
+    text, is_cut = data.draw(mutants(name)), data.draw(st.booleans())
+    whole = read(tool_parser(name), text, is_cut=is_cut)
     said = told(whole)
-    assert read(tool_parser(name), *text) == whole
+    for arguments in (one[1] for one in said if isinstance(one, tuple) and isinstance(one[1], str)):
+        assert JsonScanner().feed(arguments) == arguments
+    assert read(tool_parser(name), *text, is_cut=is_cut) == whole
     cut = data.draw(st.integers(0, len(text)))
-    assert read(tool_parser(name), text[:cut], text[cut:]) == whole
-    if not any(isinstance(event, ToolCallStart | ReasoningDelta) for event in whole) and name not in UNMARKED:
+    assert read(tool_parser(name), text[:cut], text[cut:], is_cut=is_cut) == whole
+    calls_or_thinks = any(isinstance(event, ToolCallStart | ReasoningDelta) for event in whole)
+    if not calls_or_thinks and not is_cut and name not in UNMARKED:
         assert said == ([text] if text else [])
+
+
+@given(st.data())
+@settings(max_examples=25, deadline=None)
+@pytest.mark.parametrize("name", thoughts.FORMS)
+def test_thoughts_before_a_mutant_are_told_apart_however_they_are_cut(name: str, data: st.DataObject) -> None:
+    form, calls = THOUGHT_FORMS[name], data.draw(st.sampled_from(FORMS))
+    tags = [*form.opens, *form.closes, *(form.around or ())]
+    prompt = data.draw(st.sampled_from(["", form.opens[0], form.opens[0] + form.closes[0]]))
+    lead = data.draw(st.lists(st.sampled_from([*tags, "hm", " ", "\n", "<", tags[0][:-1]]), max_size=6))
+    text, is_cut = "".join(lead) + data.draw(mutants(calls)), data.draw(st.booleans())
+
+    def parsed(*pieces: str) -> list[ContentEvent]:
+        parser = Chain(ScriptParser(form.script(prompt), OFFER, str), tool_parser(calls))
+        return read(parser, *pieces, is_cut=is_cut)
+
+    whole = parsed(text)
+    told(whole)
+    assert parsed(*text) == whole
+    cut = data.draw(st.integers(0, len(text)))
+    assert parsed(text[:cut], text[cut:]) == whole
+
+
+def test_an_endless_name_is_none_however_it_is_cut() -> None:
+    text = f"<|tool_call_begin|>functions.tide:0{' ' * MAX_NAME}<|tool_call_argument_begin|>{{}}"
+    assert told(read(tool_parser("kimi_k2"), text)) == [text] == told(read(tool_parser("kimi_k2"), *text))
+
+
+def test_arguments_nested_too_deeply_in_a_text_are_none() -> None:
+    deep = json.dumps('{"a":' * 2000)
+    text = f'<tool_call>{{"arguments": {deep}, "name": "tide"}}</tool_call>'
+    assert told(read(tool_parser("hermes"), text)) == [text]
 
 
 UNMARKED = ("openai", "gpt-oss", "kimi_k2", "deepseek_v3", "deepseek_v31")  # their marks are dropped without a call
