@@ -9,6 +9,8 @@ import uuid
 from collections.abc import Awaitable, Callable
 from typing import Any
 
+import msgspec
+
 from quire.entrypoints.server.dialects.chat import ChatWriter
 from quire.entrypoints.server.dialects.responses_input import Item, chat_fields, messages_of, read_items, without_oldest
 from quire.entrypoints.server.dialects.through_chat import read_through_chat
@@ -79,6 +81,10 @@ async def read_response(
         "top_p": request.params.top_p,
         **_echo(body),
     }
+    try:
+        msgspec.msgpack.encode(head)  # as it will be kept
+    except OverflowError:
+        raise InvalidRequestError("the request holds an integer of more than 64 bits; write it as text.") from None
     return request, ResponseWriter(head, items, chat)
 
 

@@ -356,6 +356,7 @@ def test_what_is_not_stored_is_not_there(client: TestClient, make_server: Callab
         assert brief.get(f"{PATH}/{post(brief)['id']}").status_code == 404
 
 
+HUGE = {"type": "json_schema", "name": "x", "schema": {"type": "object", "properties": {"a": {"const": 10**30}}}}
 REFUSALS: dict[str, tuple[dict[str, Any], str, int]] = {
     "no input": ({"input": None}, "input", 400),
     "an empty list": ({"input": []}, "input", 400),
@@ -391,6 +392,8 @@ REFUSALS: dict[str, tuple[dict[str, Any], str, int]] = {
     "temperature": ({"temperature": 3}, "temperature", 400),
     "no tokens": ({"max_output_tokens": 0}, "max_output_tokens", 400),
     "too many tokens": ({"max_output_tokens": 1000}, "max_output_tokens", 400),
+    "a number that JSON's readers may not hold": ({"max_tool_calls": 10**30}, None, 400),
+    "such a number in a schema": ({"text": {"format": HUGE}}, None, 400),
     "another model": ({"model": "other"}, "model", 404),
 }
 
