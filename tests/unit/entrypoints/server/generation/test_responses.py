@@ -94,6 +94,7 @@ def test_a_response(client: TestClient, openai_errors: Callable[..., list[str]])
     assert "".join(token["token"] for token in tokens).startswith("Once upon a time")
     assert all(len(token["top_logprobs"]) == 2 for token in tokens)
     usage = answer["usage"]
+    assert len(tokens) == usage["output_tokens"]  # the end's, too, whether it came with the last text or by itself
     assert usage["total_tokens"] == usage["input_tokens"] + usage["output_tokens"]
     assert usage["input_tokens_details"]["cached_tokens"] == 3
     assert post(client, "/v1/responses/input_tokens", input="Hi")["input_tokens"] < usage["input_tokens"]
