@@ -155,7 +155,7 @@ def _tool_choice(choice: Block) -> Any:
     kind = choice.get("type")
     if kind == "tool":
         return {"type": "function", "function": {"name": field_text(choice, "name", "tool_choice")}}
-    if kind not in _CHOICES:
+    if kind not in tuple(_CHOICES):  # it may be anything
         raise wrong("tool_choice.type", "auto, any, tool or none", kind)
     return _CHOICES[kind]
 

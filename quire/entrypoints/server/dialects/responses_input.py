@@ -72,11 +72,11 @@ def _read_parts(content: Any, where: str, kind: str) -> list[Item]:
         raise InvalidRequestError(f"{where} must be a text or a list of parts.", where)
     parts: list[Item] = []
     for place, part in enumerate(content):
-        given = part.get("type")
+        given = str(part.get("type"))  # it may be anything
         if given in _MEDIA:
             raise InvalidRequestError(f"{where}[{place}]: this model takes no {_MEDIA[given]}, only text.", where)
         if given not in _TEXTS:
-            raise InvalidRequestError(f"{where}[{place}]: parts of the type {given!r} are not there.", where)
+            raise InvalidRequestError(f"{where}[{place}]: parts of the type {given!r:.80} are not there.", where)
         text = field_text(part, _TEXTS[given], f"{where}[{place}]")
         extra = {"annotations": [], "logprobs": []} if kind == "output_text" else {}
         parts.append({"type": kind, "text": text, **extra})

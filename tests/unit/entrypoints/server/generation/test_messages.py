@@ -159,6 +159,7 @@ def test_keys_ids_and_errors(make_server: Callable[..., Any]) -> None:
 REFUSALS: dict[str, tuple[dict[str, Any], str]] = {
     "no max_tokens": ({"max_tokens": None}, "max_tokens"),
     "no messages": ({"messages": []}, "messages"),
+    "a choice's type": ({"tool_choice": {"type": ["auto"]}}, "tool_choice.type"),
     "a role": ({"messages": [{"role": "king", "content": "x"}]}, "messages[0].role"),
     "an image": ({"messages": [{"role": "user", "content": [{"type": "image", "source": {}}]}]}, "images"),
     "a document": ({"messages": [{"role": "user", "content": [{"type": "document"}]}]}, "documents"),

@@ -367,6 +367,7 @@ REFUSALS: dict[str, tuple[dict[str, Any], str, int]] = {
     "no content": ({"input": [{"role": "user"}]}, "input[0].content", 400),
     "an image": ({"input": [{"role": "user", "content": [{"type": "input_image"}]}]}, "input[0].content", 400),
     "a file": ({"input": [{"role": "user", "content": [{"type": "input_file"}]}]}, "input[0].content", 400),
+    "a part's type": ({"input": [{"role": "user", "content": [{"type": {}, "text": "x"}]}]}, "input[0].content", 400),
     "a part's text": (
         {"input": [{"role": "user", "content": [{"type": "input_text"}]}]},
         "input[0].content[0].text",
