@@ -112,10 +112,7 @@ class Chain:
     def _passed_on(self, events: Iterable[ContentEvent]) -> list[ContentEvent]:
         passed: list[ContentEvent] = []
         for event in events:
-            if isinstance(event, TextDelta):
-                passed += self._answer.push(event.text)
-            else:
-                passed.append(event)
+            passed += self._answer.push(event.text) if isinstance(event, TextDelta) else [event]
         return passed
 
 

@@ -145,7 +145,7 @@ class ArgumentWriter:
             yield from self._text_pieces(key, mark, hold)
         else:
             text, _ = yield from self._read.until(mark)
-            self.pair(key, _converted(text.strip(), types))
+            self.pair(key, converted(text.strip(), types))
 
     def close(self) -> None:
         """No more arguments: the call is whole."""
@@ -169,7 +169,8 @@ class ArgumentWriter:
             self._read.send('"')
 
 
-def _converted(text: str, types: set[str]) -> Any:
+def converted(text: str, types: set[str]) -> Any:
+    """The value that is written so, where its schema has it be of these types; what is no JSON is text."""
     if text == "None" or (text.lower() in ("true", "false") and "boolean" in types):
         return {"none": None, "true": True, "false": False}[text.lower()]
     try:
@@ -181,10 +182,7 @@ def _converted(text: str, types: set[str]) -> Any:
 def types_of(function: Function | None) -> dict[str, set[str]]:
     """The JSON types that a function's arguments may have, where its schema says them; empty: any."""
     properties = function.parameters.get("properties") if function else None
-    found: dict[str, set[str]] = {}
-    for name, schema in properties.items() if isinstance(properties, dict) else ():
-        found[name] = _types(schema)
-    return found
+    return {name: _types(schema) for name, schema in properties.items()} if isinstance(properties, dict) else {}
 
 
 def _types(schema: Any) -> set[str]:
@@ -197,7 +195,8 @@ def _types(schema: Any) -> set[str]:
         return {kind for kind in kinds if isinstance(kind, str)}
     if isinstance(values := schema.get("enum"), list) and all(isinstance(value, str) for value in values):
         return {"string"}
-    parts = [_types(part) for name in ("anyOf", "oneOf") for part in schema.get(name) or ()]
+    lists = [parts for name in ("anyOf", "oneOf") if isinstance(parts := schema.get(name), list)]
+    parts = [_types(part) for parts in lists for part in parts]
     return set().union(*parts) if all(parts) else set()
 
 

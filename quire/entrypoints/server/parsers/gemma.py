@@ -1,9 +1,8 @@
 """Gemma's formats: `call:NAME{key:value}` between marks, with marks around strings, too (FunctionGemma, Gemma 4)."""
 
-import json
 from typing import Any
 
-from quire.entrypoints.server.parsers.calls import ArgumentWriter, marked
+from quire.entrypoints.server.parsers.calls import ArgumentWriter, converted, marked
 from quire.entrypoints.server.parsers.forms import Form, Frame, braced_call
 from quire.entrypoints.server.parsers.reader import MAX_NAME, Reader, Script, WrongCallError
 
@@ -66,10 +65,7 @@ def _bare(read: Reader) -> Script[Any]:
             raise WrongCallError
     if not text.strip():
         raise WrongCallError
-    try:
-        return json.loads(text)
-    except (ValueError, RecursionError):
-        return text.strip()
+    return converted(text.strip(), set())
 
 
 def _frame(template: str) -> Frame:

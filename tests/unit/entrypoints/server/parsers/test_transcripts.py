@@ -206,6 +206,7 @@ TRANSCRIPTS: dict[str, list[tuple[str, list[Said]]]] = {
         ),
         ("<start_function_call>call:tide{when:<escape>now<escape>}<end_function_call>", [("tide", {"when": "now"})]),
         ('<|tool_call>call:tide{"when":"so \\"on\\""}<tool_call|>', [("tide", {'"when"': 'so "on"'})]),
+        ("<|tool_call>call:tide{when:NaN,a:None}", [("tide", {"when": "NaN", "a": None})]),
         ("<|tool_call>tide()", ["<|tool_call>tide()"]),
     ],
     "glm45": [
@@ -474,6 +475,17 @@ def test_text_arguments_come_as_they_are_written() -> None:
     parser = tool_parser("qwen3_coder")
     parser.push("<function=find_ferry><parameter=port>Os")
     assert parser.push('lo "x') == [ToolCallDelta(0, 'lo \\"x')]
+
+
+@pytest.mark.parametrize(
+    "schema", [{"anyOf": 3}, {"oneOf": {"a": 1}}, {"enum": 3}, {"type": {}}, 3, {"anyOf": [3]}], ids=str
+)
+def test_a_schema_that_is_none_tells_nothing_of_types(schema: Any) -> None:
+    offer = Offer((Function("tide", {"properties": {"when": schema}}),))
+    text = "<function=tide><parameter=when>1</parameter></function>"
+    assert told(read(ScriptParser(TOOL_FORMS["qwen3_coder"].script, offer, lambda: "an id"), text)) == [
+        ("tide", {"when": 1})
+    ]
 
 
 def test_ids_are_of_the_formats_own_kind() -> None:
