@@ -143,6 +143,7 @@ class SamplingParams(msgspec.Struct, metaclass=_TakesGuided, omit_defaults=True,
     guided_decoding: GuidedDecodingParams | None = None  # vLLM's older name for it; None once built
     speculative: bool = True  # with drafts, where the engine makes any; not a field of vLLM's
     output_kind: RequestOutputKind = RequestOutputKind.CUMULATIVE
+    extra_args: dict[str, Any] | None = None  # data that a caller wants kept with them: nothing here reads it
     use_beam_search: bool = False  # keep the best_of (or n) likeliest beginnings, return the n best; temperature 0
     # Beams are ranked by cumulative logprob / output tokens ** length_penalty.
     length_penalty: Annotated[float, _Range(-10, 10)] = 1.0
@@ -168,6 +169,8 @@ class SamplingParams(msgspec.Struct, metaclass=_TakesGuided, omit_defaults=True,
             self._check_structure()
         if not isinstance(self.output_kind, RequestOutputKind):
             raise broken("output_kind", self.output_kind, "a RequestOutputKind")
+        if not isinstance(self.extra_args, dict | None):
+            raise broken("extra_args", self.extra_args, "a dict or None")
         self._check_beams()
         self._normalise()
         self._check_together()

@@ -4,43 +4,20 @@
 option is given, the command line's too. An entry goes when its feature comes.
 """
 
-import logging
 import os
 from dataclasses import fields
-from functools import cache
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from quire.config.engine_args import EngineArgs
-from quire.errors import ConfigError, NotYetSupportedError
+from quire.errors import ConfigError
+from quire.utils import keywords
 from quire.utils.suggest import nearest
 
-logger = logging.getLogger(__name__)
-
-
-@cache
-def answers() -> dict[str, tuple[str, str]]:
-    """Name (underscores, no dashes before it; or one dash) -> what of it is taken all the same, and what is said."""
-    lines = Path(__file__).with_name("not_yet.txt").read_text(encoding="utf-8").splitlines()
-    entries = [line.split(": ", 1) for line in lines if line and line[0] != "#"]
-    return {each.partition("=")[0]: (each.partition("=")[2], told) for names, told in entries for each in names.split()}
-
-
-def take_anyway(name: str, value: Any, shown: str | None = None) -> bool:
-    """Whether an option is one of these, and this value of it no error; where it has no effect, the log says so.
-
-    Args:
-        shown: what messages call it; its name by default.
-
-    Raises:
-        NotYetSupportedError: the message says why, and what to do instead.
-    """
-    taken, told = answers().get(name, ("", ""))
-    if taken in ("-", "*", "+") and value is not None and value is not False:
-        logger.warning("%s %s", shown or name, told)
-    elif told and str(value) not in ("None", "False", *taken.replace("so", "True").split("|")):
-        raise NotYetSupportedError(f"{shown or name} {told}")
-    return bool(told)
+_PATH = Path(__file__).with_name("not_yet.txt")
+answers = partial(keywords.read_answers, _PATH)
+take_anyway = partial(keywords.take_anyway, _PATH)
 
 
 def engine_args(**kwargs: Any) -> EngineArgs:

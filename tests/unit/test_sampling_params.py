@@ -11,7 +11,8 @@ import msgspec
 import numpy as np
 import pytest
 
-from quire.errors import InvalidRequestError
+from quire.errors import InvalidRequestError, NotYetSupportedError
+from quire.pooling_params import PoolingParams
 from quire.sampling_params import (
     BeamSearchParams,
     GuidedDecodingParams,
@@ -51,6 +52,7 @@ VALID = [
     *(("truncate_prompt_tokens", v) for v in (None, -1, 1)),
     *(("logits_processors", v) for v in (None, [], [noop])),
     *(("output_kind", v) for v in RequestOutputKind),
+    *(("extra_args", v) for v in (None, {}, {"a": [1, {"b": "c"}]})),
     ("use_beam_search", False),  # True: see below
     *(("length_penalty", v) for v in (1, 1.0)),
     ("early_stopping", False),
@@ -83,6 +85,7 @@ INVALID = [
     *(("truncate_prompt_tokens", v) for v in (-2, 1.0, True)),
     *(("logits_processors", v) for v in ([3], noop, ["noop"])),
     *(("output_kind", v) for v in (0, "DELTA", None, True)),
+    *(("extra_args", v) for v in (3, [], "a")),
     *(("use_beam_search", v) for v in (1, None, "yes")),
     *(("length_penalty", v) for v in (-10.001, 10.001, NAN, INF, None, True, "1", 2.0)),
     *(("early_stopping", v) for v in (1, 0, None, "always", True, "never")),
@@ -393,3 +396,37 @@ def test_the_oldest_names_of_structures() -> None:
         SamplingParams(guided_json="{}", structured_outputs={"regex": "a"})
     with pytest.raises(TypeError, match="guided_jsn"):
         SamplingParams(guided_jsn="{}")
+
+
+# All that vLLM 0.32's SamplingParams has and this has not, with what it is there by default.
+NEUTRAL = {
+    **{"skip_clone": False, "flat_logprobs": False, "stream_interval": None, "output_text_buffer_length": 0},
+    **{"logprob_token_ids": None, "prompt_logprob_token_ids": None, "prompt_logprob_start": None},
+    **{"skip_reading_prefix_cache": None, "thinking_token_budget": None, "repetition_detection": None},
+    **{"watermarking": None, "routed_experts_prompt_start": 0, "trace_decode_token_ids": None},
+}
+
+
+def test_vllms_parameters_that_ask_for_nothing() -> None:
+    assert SamplingParams(top_p=0.5, **NEUTRAL) == SamplingParams(top_p=0.5)
+    assert SamplingParams(skip_clone=True, prompt_logprob_start=0) == SamplingParams()
+    assert SamplingParams(flat_logprobs=True, stream_interval=4) == SamplingParams(), "with a warning each"
+    assert BeamSearchParams(2, 3, watermarking=None) == BeamSearchParams(2, 3)
+    assert PoolingParams(step_tag_id=None, extra_kwargs=None, requires_token_ids=False) == PoolingParams()
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [("thinking_token_budget", 0), ("repetition_detection", {}), ("watermarking", True), ("logprob_token_ids", [1])],
+)
+def test_vllms_parameters_that_are_refused(name: str, value: object) -> None:
+    with pytest.raises(NotYetSupportedError, match=f"^{name} is not supported"):
+        SamplingParams(**{name: value})
+    with pytest.raises(TypeError, match="no argument 'top_pp'; did"):
+        SamplingParams(**{"top_pp": 1, **NEUTRAL})
+
+
+def test_extra_args_stay_with_the_parameters() -> None:
+    params = SamplingParams(extra_args={"tag": "a"})
+    assert params.clone().extra_args == {"tag": "a"}
+    assert msgspec.convert(msgspec.to_builtins(params), SamplingParams) == params
