@@ -3,10 +3,11 @@
 Made by the output processor, read by users. Names and fields are vLLM's. Knows nothing of the engine.
 """
 
-from dataclasses import dataclass, make_dataclass
+from dataclasses import dataclass, fields, make_dataclass
+from operator import attrgetter
 from typing import Any
 
-from msgspec import Struct
+from msgspec import Struct, structs
 
 from quire.errors import InvalidRequestError
 
@@ -35,6 +36,16 @@ class RequestMetrics:
     def time_in_queue(self) -> float | None:
         """Seconds from arrival to the first step that computed any of the request."""
         return None if self.first_scheduled_time is None else self.first_scheduled_time - self.arrival_time
+
+    @property
+    def first_token_latency(self) -> float | None:
+        """Seconds from arrival to the first token."""
+        return None if self.first_token_time is None else self.first_token_time - self.arrival_time
+
+
+_NEWER_NAMES = ("queued_ts", "scheduled_ts", "first_token_ts", "last_token_ts")  # vLLM's, of the same four times
+for _name, _field in zip(_NEWER_NAMES, fields(RequestMetrics), strict=True):
+    setattr(RequestMetrics, _name, property(attrgetter(_field.name)))
 
 
 class CompletionOutput(Struct, gc=False):
@@ -74,6 +85,8 @@ class RequestOutput(Struct):
     lora_request: Any = None
     error: InvalidRequestError | None = None  # what of its parameters ended it, with finish_reason "error"
     pooled: list[float] | None = None  # of a request for a vector: the last token's hidden state, after the final norm
+
+    kv_transfer_params = encoder_prompt = encoder_prompt_token_ids = None  # for scripts of vLLM's, which look for them
 
     def __repr__(self) -> str:
         return _short_repr(self)
@@ -137,13 +150,11 @@ class BeamSearchOutput:
 def _short_repr(output: CompletionOutput | RequestOutput) -> str:
     """Every field that says something: no None, long token lists and logprobs cut with their length."""
     parts: list[str] = []
-    for name in output.__struct_fields__:
-        value = getattr(output, name)
+    for name, value in structs.asdict(output).items():
         if value is None:
             continue
         if name in ("token_ids", "prompt_token_ids") and len(value) > _SHOWN_TOKENS:
-            head = ", ".join(map(str, value[:_SHOWN_TOKENS]))
-            shown = f"[{head}, ... {len(value)} tokens]"
+            shown = f"{repr(value[:_SHOWN_TOKENS])[:-1]}, ... {len(value)} tokens]"
         elif name in ("logprobs", "prompt_logprobs"):
             shown = f"[{len(value)} positions]"
         else:

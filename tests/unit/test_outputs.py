@@ -38,6 +38,15 @@ def test_fields_are_in_the_documented_order() -> None:
 def test_the_time_in_the_queue_is_a_difference_or_none() -> None:
     assert RequestMetrics(1.0).time_in_queue is None
     assert RequestMetrics(1.0, 1.5, 2.0, 4.0).time_in_queue == 0.5
+    assert RequestMetrics(1.0).first_token_latency is None
+    assert RequestMetrics(1.0, 1.5, 2.0, 4.0).first_token_latency == 1.0
+
+
+def test_vllms_names_of_what_outputs_tell() -> None:
+    metrics, output = RequestMetrics(1.0, 1.5, 2.0, 4.0), make_output(3)
+    names = ("queued_ts", "scheduled_ts", "first_token_ts", "last_token_ts")
+    assert [getattr(metrics, name) for name in names] == [1.0, 1.5, 2.0, 4.0]
+    assert (output.kv_transfer_params, output.encoder_prompt, output.encoder_prompt_token_ids) == (None, None, None)
 
 
 def test_repr_says_what_matters_and_cuts_what_is_long() -> None:
