@@ -86,8 +86,29 @@ def test_a_command_line_of_vllms(server: Any, bench: Any, capsys: pytest.Capture
     assert len(server.bodies(COMPLETIONS)) == 2
     assert main(["bench", "serve", "--url", server.url, "--endpoint", "elsewhere", *flags]) == 0
     assert server.requests[-1][0] == "/elsewhere"
-    assert main(["bench", "serve", "--url", server.url, *flags, "--save-result"]) == 2
-    assert "--save-result is not an option here: --output-json FILE" in capsys.readouterr().err
+    assert main(["bench", "serve", "--url", server.url, *flags, "--append-result"]) == 2
+    assert "--append-result is not an option here: --save-result" in capsys.readouterr().err
+
+
+def test_vllms_file_of_results(server: Any, bench: Any, tmp_path: Path) -> None:
+    flags = ["--num-prompts", "3", "--random-input-len", "4", "--random-output-len", "2", "--max-concurrency", "2"]
+    folder = tmp_path / "new" / "results"
+    saved = ["--save-result", "--save-detailed", "--result-dir", str(folder), "--metadata", "tp=1", "v=a=b"]
+    shown = bench(*flags, *saved, "--label", "run")
+    (path,) = folder.iterdir()
+    figures = json.loads(path.read_text())
+    assert figures == shown
+    assert path.name == f"run-infqps-concurrency2-first-{figures['date']}.json"
+    assert (figures["endpoint_type"], figures["label"], figures["tokenizer_id"]) == ("openai", "run", "first")
+    assert (figures["tp"], figures["v"]) == ("1", "a=b")
+    assert (figures["output_lens"], figures["errors"]) == ([3, 3, 3], ["", "", ""])  # by the server's count
+    assert all(isinstance(gap, float) for itls in figures["itls"] for gap in itls)
+    assert all(len(figures[name]) == 3 for name in ("input_lens", "ttfts", "itls", "latencies", "start_times"))
+    assert figures["max_output_tokens_per_s"] >= 2
+    assert 1 <= figures["max_concurrent_requests"] <= 3
+    bench(*flags, "--save-result", "--result-dir", str(folder), "--result-filename", "named.json")
+    figures = json.loads((folder / "named.json").read_text())
+    assert (figures["label"], "ttfts" in figures) == (None, False)
 
 
 def test_requests_keep_connections_and_the_limit(server: Any, bench: Any) -> None:

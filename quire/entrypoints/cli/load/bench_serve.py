@@ -50,18 +50,21 @@ def run(args: LoadArgs) -> None:
     rate = args.request_rate or math.inf
     facts = {
         "date": datetime.now().strftime("%Y%m%d-%H%M%S"),
-        "backend": args.backend,
-        "model_id": server.model,
+        **{"backend": args.backend, "endpoint_type": args.backend, "label": args.label},
+        **{"model_id": server.model, "tokenizer_id": args.tokenizer or server.model},
         "dataset_name": args.dataset_name,
         "num_prompts": len(outcomes),
         "request_rate": "trace" if args.keeps_trace_times else "inf" if rate == math.inf else rate,
         "burstiness": args.burstiness or 1.0,
         "max_concurrency": args.max_concurrency,
         "client_cpu_seconds": cpu_seconds,
+        **dict(text.split("=", 1) for text in args.metadata or ()),
     }
     figures = report.figures(outcomes, duration, args.bounds)
+    saved = facts | figures | (report.details(outcomes) if args.save_detailed else {})
     print(f"{report.table(figures)}\n\nThis client used {cpu_seconds / duration:.0%} of a processor core.")
-    write_figures(args.output_json, facts | figures)
+    for path in (args.output_json, args.result_path(facts)):
+        write_figures(path, saved)
     if args.plot is not None:
         write_text(args.plot, "--plot", plot.render(outcomes, figures, facts))
     if interrupted:

@@ -5,7 +5,9 @@ The names are those of `vllm bench serve`. Options that have no meaning together
 
 import dataclasses
 import math
+import os
 import re
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -76,6 +78,18 @@ class LoadArgs:
     """Bounds that a good request keeps, such as ttft:500 tpot:50 (or e2el)."""
     output_json: OutputFile | None = option(None)
     """Write the figures to this file."""
+    save_result: bool = option(False)
+    """The same, to a file whose name tells label, rate, model and time."""
+    save_detailed: bool = option(False)
+    """Have the file tell of each request, too."""
+    result_dir: str | None = option(None)
+    """Folder for --save-result, made where there is none; the current one by default."""
+    result_filename: str | None = option(None)
+    """Name of its file."""
+    label: str | None = option(None)
+    """What the figures call the run; the backend by default."""
+    metadata: list[str] | None = option(None)
+    """Further entries of the figures, KEY=VALUE each."""
     plot: OutputFile | None = option(None)
     """Draw the run as SVG: a timeline of the requests, and distributions."""
 
@@ -89,12 +103,24 @@ class LoadArgs:
             raise ConfigError(f"dataset_name {self.dataset_name} needs a dataset_path.")
         if self.burstiness is not None and self.request_rate in (None, math.inf):
             raise ConfigError("burstiness needs a request_rate.")
+        if not all("=" in text for text in self.metadata or ()):
+            raise ConfigError("metadata has a text without '='; give KEY=VALUE each.")
         _ = self.bounds  # which checks its texts
 
     @property
     def keeps_trace_times(self) -> bool:
         """Whether requests arrive when the trace says."""
         return self.dataset_name == "trace" and self.request_rate is None
+
+    def result_path(self, facts: Mapping[str, Any]) -> str | None:
+        """Where --save-result writes, named as vLLM does; its folder is there then."""
+        if not self.save_result:
+            return None
+        held = "" if self.max_concurrency is None else f"-concurrency{self.max_concurrency}"
+        rate, model = f"{facts['request_rate']}qps", facts["model_id"].split("/")[-1]
+        name = self.result_filename or f"{facts['label'] or self.backend}-{rate}{held}-{model}-{facts['date']}.json"
+        os.makedirs(self.result_dir or ".", exist_ok=True)
+        return os.path.join(self.result_dir or "", name)
 
     @property
     def bounds(self) -> dict[str, float]:
