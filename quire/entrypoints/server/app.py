@@ -8,6 +8,7 @@ import importlib
 import inspect
 import re
 from difflib import get_close_matches
+from pathlib import Path
 from typing import Any, cast
 
 from fastapi import FastAPI, Request
@@ -35,6 +36,7 @@ from quire.entrypoints.server.middleware import PUBLIC_PATHS, ApiKeys, BaseURLs,
 from quire.entrypoints.server.responses_service import ResponsesService
 from quire.entrypoints.server.state import ServerState
 from quire.errors import ConfigError, QuireError
+from quire.utils.keywords import read_answers
 
 
 def build_app(state: ServerState | Fleet) -> FastAPI:
@@ -96,16 +98,15 @@ def imported(path: str) -> Any:
 
 
 _LONGEST_GUESSED = 100  # characters of a path
-# Routes of other servers, and for each group why they are not here.
-_NOT_HERE = re.compile(r"(?:/v\d)?/(?:(score|rerank|classify|pooling)|(audio|images)/[\w/]{1,40})$")
-_WHY = ("they write and make vectors (/v1/embeddings); they don't classify, score or rerank", "they know text only")
+_OTHERS = Path(__file__).with_name("routes.txt")  # routes of other servers, and why they are not here
 
 
 async def _answer(request: Request, error: Exception) -> Response:
     # The framework says that there is no such route, and no handler.
     is_no_route = isinstance(error, HTTPException) and error.status_code == 404 and error.detail == "Not Found"
-    if is_no_route and (missing := _NOT_HERE.match(route_path(request.scope))):
-        error = HTTPException(404, f"{missing[0]} is not what models here do: {_WHY[(missing.lastindex or 1) - 1]}.")
+    path = route_path(request.scope)[:_LONGEST_GUESSED]
+    if is_no_route and (told := read_answers(_OTHERS).get(re.sub(r"^/(v\d/)?", "", path).partition("/")[0])):
+        error = HTTPException(404, f"{path} {told[1]}")
     elif is_no_route and (meant := _meant_path(request)):
         error = HTTPException(404, f"there is no such route; did you mean {meant}? /docs lists those there are.")
     return error_response(error, request.scope)

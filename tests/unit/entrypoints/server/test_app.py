@@ -141,13 +141,21 @@ def test_a_misspelt_route_is_told_the_right_one(client: TestClient, path: str, m
 
 
 def test_routes_of_what_models_here_do_not_do_say_so(client: TestClient) -> None:
-    for path in ("/v1/rerank", "/rerank", "/v2/rerank", "/score", "/v1/score", "/classify", "/pooling"):
+    for path in ("/v1/rerank", "/rerank", "/v2/rerank", "/score", "/v1/score", "/classify"):
         answer = client.post(path, json={"query": "x"})
         error = answer.json()["error"]
         assert (answer.status_code, error["code"]) == (404, "not_found")
         assert "they don't classify, score or rerank" in error["message"]
     answer = client.post("/v1/audio/transcriptions", files={"file": b"x"})
     assert (answer.status_code, "text only" in answer.text) == (404, True)
+
+
+@pytest.mark.parametrize(
+    "path", ["/start_profile", "/reset_mm_cache", "/collective_rpc", "/pause", "/inference/v1/generate"]
+)
+def test_vllms_other_routes_say_what_to_do_instead(client: TestClient, path: str) -> None:
+    answer = client.post(path, json={})
+    assert (answer.status_code, answer.json()["error"]["message"][: len(path) + 8]) == (404, f"{path} is not ")
 
 
 def test_unknown_model(client: TestClient) -> None:
