@@ -319,12 +319,13 @@ class LLM:
         """The pinned prefixes, in the order in which they were pinned."""
         return self.llm_engine.core.call("pinned_prefixes")
 
-    def sleep(self, level: int = 1) -> bool:
+    def sleep(self, level: int = 1, mode: str = "abort") -> bool:
         """Give back the memory of weights and KV cache until `wake_up`; False (and nothing done) while requests run.
 
         Args:
             level: 1 wakes up with the weights that it had, read again from where they came; 2 with those of its start,
                 unless `update_weights` brings others before.
+            mode: vLLM's, of no effect: between calls of this class no request runs.
 
         Raises:
             InvalidRequestError: another level.
@@ -398,9 +399,9 @@ class LLM:
         """The engine's counters and gauges: a list under vLLM's names, and attributes, as `EngineStats` has them."""
         return Metrics(self.llm_engine.stats())
 
-    def apply_model(self, function: Callable[[Any], Any]) -> list[Any]:
+    def apply_model(self, func: Callable[[Any], Any]) -> list[Any]:
         """Call a function on the model itself; one result per worker."""
-        return self.llm_engine.apply_model(function)
+        return self.llm_engine.apply_model(func)
 
     def _params_for(self, given: ParamsType | None, num_prompts: int) -> list[SamplingParams]:
         given = self.get_default_sampling_params() if given is None else given

@@ -76,7 +76,7 @@ def check_weights(llm: LLM, other: Path) -> None:
     assert cached(llm) == [0, 0]
     changed = answers(llm)
     assert changed != before
-    assert llm.sleep(level=1)
+    assert llm.sleep(level=1, mode="wait")
     llm.wake_up(["weights"])
     assert llm.is_sleeping()
     llm.wake_up(["kv_cache"])
