@@ -75,7 +75,6 @@ class ChatCompletionRequest(GenerationRequest, Templated):
     audio: Annotated[None, refuse("this model writes text only; leave it out")] = None
     prediction: Annotated[None, refuse("predicted outputs are not supported; leave it out")] = None
     web_search_options: Annotated[None, refuse("this server does not search the web; leave it out")] = None
-    mm_processor_kwargs: Annotated[None, refuse("this model takes text only; leave it out", {})] = None
 
     def output_limit(self) -> tuple[str, int | None]:
         """The field that bounds the output, and its value."""

@@ -1,23 +1,34 @@
 """The body of /v1/embeddings, in OpenAI's names with vLLM's additions."""
 
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
-from pydantic import ConfigDict, Field
+from pydantic import BeforeValidator, ConfigDict, Field
 
 from quire.entrypoints.server.chat_request import Messages, Templated
-from quire.entrypoints.server.completion_request import Prompts
+from quire.entrypoints.server.completion_request import MAX_PROMPTS, Prompts
 from quire.entrypoints.server.info_requests import EITHER_INPUT
 from quire.entrypoints.server.requests_common import AnyRequest, refuse
 
 
+def _several(value: Any) -> Any:
+    """One conversation as a list of them."""
+    return [value] if isinstance(value, list) and value and not isinstance(value[0], list) else value
+
+
+_Conversations = Annotated[
+    Annotated[list[Messages], Field(min_length=1, max_length=MAX_PROMPTS)],
+    BeforeValidator(_several, json_schema_input_type=Messages | list[Messages]),
+]
+
+
 class EmbeddingRequest(AnyRequest, Templated):
-    """One or more texts, or lists of token ids, each to become a vector; or a conversation, to become one."""
+    """One or more texts, lists of token ids, or conversations, each to become a vector."""
 
     model_config = ConfigDict(json_schema_extra=EITHER_INPUT)
 
     input: Prompts = []
-    messages: Messages = []
-    """A conversation, whose text the template writes; without the assistant's turn by default."""
+    messages: _Conversations = []
+    """A conversation (or several), whose text the template writes; without the assistant's turn by default."""
     encoding_format: Literal["float", "base64"] | None = None
     """base64: of 32-bit floats, the lowest byte first."""
     dimensions: int | None = Field(None, ge=1)

@@ -64,6 +64,8 @@ class ResponsesRequest(GenerationRequest):
     """auto: leave out the oldest items where the input is too long."""
     background: bool | None = None
     """Answer at once, and compute meanwhile; needs store."""
+    include_reasoning: bool | None = None
+    """False: thoughts are left out, though their tokens are counted."""
     chat_template_kwargs: dict[str, Any] | None = None
     """Further variables for the template."""
 

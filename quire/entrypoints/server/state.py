@@ -21,7 +21,7 @@ from quire.entrypoints.server.options import ServerArgs
 from quire.entrypoints.server.parsers.forms import Form
 from quire.entrypoints.server.prometheus import Figures
 from quire.entrypoints.server.replicas import ReplicasClient
-from quire.entrypoints.server.unknown_fields import UnknownFieldLog
+from quire.entrypoints.server.unknown_fields import UnknownFieldLog, answer_vllms
 from quire.errors import EngineDeadError
 from quire.lora.request import AdapterRequest
 from quire.protocol.stats import EngineStats
@@ -97,7 +97,8 @@ class ServerState:
         self.llm.shutdown()
 
     def admit(self, body: Any) -> str:
-        """Note what of a body nobody knows; the name to answer with. Raises as `check_model` does."""
+        """Note what of a body nobody knows; the name to answer with. Raises as `answer_vllms` and `check_model` do."""
+        answer_vllms(body)
         self.unknown_fields.note(body)
         return self.check_model(body.model)
 

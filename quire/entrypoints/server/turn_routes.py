@@ -17,7 +17,7 @@ from quire.entrypoints.server.chat_request import ChatCompletionRequest
 from quire.entrypoints.server.completion_request import CompletionRequest
 from quire.entrypoints.server.dialects.chat import read_chat
 from quire.entrypoints.server.dialects.completions import read_completion
-from quire.entrypoints.server.dialects.embeddings import read_embedding
+from quire.entrypoints.server.dialects.embeddings import read_embedding, read_pooling
 from quire.entrypoints.server.dialects.messages import read_message
 from quire.entrypoints.server.dialects.through_chat import validated
 from quire.entrypoints.server.embedding_request import EmbeddingRequest
@@ -59,9 +59,17 @@ async def create_embedding(body: EmbeddingRequest, request: Request) -> Response
     return await respond(request, embedding_service(get_state(request)), body)
 
 
+@router.post("/pooling", include_in_schema=False)  # as vLLM has it
+async def create_pooling(body: EmbeddingRequest, request: Request) -> Response:
+    """Texts as vectors."""
+    return await respond(request, EventService(get_state(request), read_pooling), body)
+
+
 @router.post("/invocations", include_in_schema=False)  # as SageMaker calls it
 async def invoke(body: dict[str, Any], request: Request) -> Response:
-    """Answer a conversation, or go on with prompts, as the body has messages or not."""
+    """Answer a conversation, go on with prompts, or make vectors, as the body has messages, a prompt or an input."""
+    if "input" in body:
+        return await create_embedding(validated(EmbeddingRequest, body), request)
     if "messages" in body:
         return await create_chat_completion(validated(ChatCompletionRequest, body), request)
     return await create_completion(validated(CompletionRequest, body), request)

@@ -1,20 +1,24 @@
 """Fields of a request's body that no route knows: told to the client in a header, and to the operator once a name.
 
 Routes with bodies call `warn_client`, services `ServerState.admit`, and who finds a field of no use `ignore`. A body's
-model keeps such fields (`extra="allow"`); what asks for a feature that is not there is no matter of this module: the
-models refuse it by name.
+model keeps such fields (`extra="allow"`). What asks for a feature that is not there the models refuse by name, and
+`answer_vllms` where vLLM alone knows the field.
 """
 
 import logging
 from collections.abc import Sequence
+from pathlib import Path
 
 from pydantic import BaseModel
 from starlette.responses import Response
 
+from quire.errors import InvalidRequestError, NotYetSupportedError
+from quire.utils.keywords import take_anyway
 from quire.utils.logs import quoted
 
 logger = logging.getLogger("quire")
 
+_VLLMS = Path(__file__).with_name("fields.txt")
 HEADER = "x-quire-warnings"
 _MOST_SHOWN = 10  # names in a header, or in a line of the log
 _MOST_NOTED = 500  # names in the log of a server's whole life
@@ -29,6 +33,22 @@ def unknown_fields(body: BaseModel) -> list[str]:
         if isinstance(value, BaseModel):
             names += [f"{name}.{inner}" for inner in value.model_extra or ()]
     return names
+
+
+def answer_vllms(body: BaseModel) -> None:
+    """Take those of vLLM's fields that ask for nothing away from the unknown ones.
+
+    Raises:
+        InvalidRequestError: one asks for something that is not there.
+    """
+    for name, value in [*(body.model_extra or {}).items()]:
+        try:
+            is_taken = take_anyway(_VLLMS, name, value)
+        except NotYetSupportedError as error:
+            raise InvalidRequestError(str(error), name, "not_supported") from None
+        if is_taken:
+            delattr(body, name)
+            body.model_fields_set.remove(name)
 
 
 def ignore(body: BaseModel, name: str) -> None:

@@ -107,13 +107,13 @@ class ChatWriter:
         self.turn = turn
         self.ends_with_usage = body.wants_final_usage
         self._body, self._head = body, head
-        self._running_usage = body.wants_running_usage
+        self._running_usage, self.shows_thoughts = body.wants_running_usage, body.include_reasoning is not False
         self._role, self._as_ids = role, as_ids
         last = body.messages[-1]
         self._echo = _text_of_content(last.content) if body.echo and last.role == self._role else ""
 
     def chunk(self, delta: Delta) -> Struct:
-        finish, content = delta.finish, _delta_of(delta.events, self._body.include_reasoning is not False)
+        finish, content = delta.finish, _delta_of(delta.events, self.shows_thoughts)
         if delta.begins:
             content.role = self._role
             content.content = self._echo or None if content.content is UNSET else self._echo + (content.content or "")
@@ -135,7 +135,7 @@ class ChatWriter:
         return responses.ChatChunk(*self._head, [], Usage.of(self.turn))
 
     def choice(self, delta: Delta) -> responses.ChatChoice:
-        shown = _delta_of(delta.events, self._body.include_reasoning is not False)
+        shown = _delta_of(delta.events, self.shows_thoughts)
         message, finish = _message_of(shown, self._role, self._echo), delta.finish
         assert finish is not None, "a whole choice has finished"
         choice = responses.ChatChoice(delta.index, message, self.logprobs(delta), finish.reason, finish.stop_reason)

@@ -9,6 +9,7 @@ import struct
 import time
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 from quire.engine.terms import check_terms
@@ -48,7 +49,7 @@ async def read_embedding(
     if of_chat:
         turns: dict[str, Any] = {name: bool(getattr(body, name)) for name in _TURNS}
         turns |= {"chat_template": body.chat_template, "chat_template_kwargs": body.chat_template_kwargs}
-        texts = [await conversation_text(state, [dict(message) for message in body.messages], **turns)]
+        texts = [await conversation_text(state, [dict(one) for one in each], **turns) for each in body.messages]
     state.llm.check_room(len(texts))
     prompts = []
     for text in texts:
@@ -92,15 +93,22 @@ class EmbeddingWriter(EventWriter):
     def answer(self) -> Any:
         return self.form(self)
 
-    def openai(self) -> dict[str, Any]:
+    def openai(self, kind: str = "embedding", key: str = "embedding") -> dict[str, Any]:
         """In OpenAI's form."""
         shown: Callable[[list[float]], Any] = _packed if self._as_bytes else list
-        data = [
-            {"object": "embedding", "index": place, "embedding": shown(one)} for place, one in enumerate(self.vectors)
-        ]
+        data = [{"object": kind, "index": place, key: shown(one)} for place, one in enumerate(self.vectors)]
         usage = {"prompt_tokens": self.num_tokens, "total_tokens": self.num_tokens, "completion_tokens": 0}
         head = {"id": self._name, "object": "list", "created": int(time.time()), "model": self.model}
         return {**head, "data": data, "usage": usage}
+
+
+async def read_pooling(
+    state: ServerState, body: EmbeddingRequest, request_id: str
+) -> tuple[TurnRequest, EmbeddingWriter]:
+    """/pooling's, as vLLM has it: the same vectors, each as an entry's data."""
+    request, writer = await read_embedding(state, body, request_id)
+    writer.form = partial(EmbeddingWriter.openai, kind="pooling", key="data")
+    return request, writer
 
 
 async def read_ollama_embed(

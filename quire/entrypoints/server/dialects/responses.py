@@ -194,6 +194,8 @@ class ResponseWriter(EventWriter):
                 return self._begin("message", "msg") + [self._text_delta(text)]
             case ReasoningDelta(text):
                 self._thoughts.append(text)
+                if not self._chat.shows_thoughts:
+                    return []
                 return self._begin("reasoning", "rs") + [self._piece("response.reasoning_text.delta", text)]
             case ToolCallStart():
                 call = {"call_id": part.id, "name": part.name, "arguments": ""}

@@ -162,6 +162,7 @@ def chat_fields(body: ResponsesRequest) -> dict[str, Any]:
         "verbosity": None if text is None else text.verbosity,
         "reasoning_effort": None if reasoning is None else reasoning.effort,
         "chat_template_kwargs": body.chat_template_kwargs,
+        "include_reasoning": body.include_reasoning,
         "stream": True if body.wants_logprobs else None,  # piece by piece: they are the text's tokens only
         "logprobs": True if body.wants_logprobs else None,
         "top_logprobs": (body.top_logprobs or 0) if body.wants_logprobs else None,

@@ -54,6 +54,27 @@ def test_a_conversation_as_a_vector(server: Any, client: TestClient) -> None:
         }  # fmt: skip
 
 
+def test_several_conversations_as_vectors(server: Any, client: TestClient) -> None:
+    chats = [[{"role": "user", "content": text}] for text in ("Hi", "Ho there")]
+    answer = post(client, "/v1/embeddings", messages=chats)
+    assert [entry["index"] for entry in answer["data"]] == [0, 1]
+    together = [request.prompt_token_ids for request in server.core.requests[-2:]]
+    alone = []
+    for chat in chats:
+        post(client, "/v1/embeddings", messages=chat)
+        alone.append(server.core.requests[-1].prompt_token_ids)
+    assert together == alone
+
+
+def test_vllms_pooling_and_its_fields(client: TestClient) -> None:
+    neutral = {"task": "embed", "embed_dtype": "float32", "endianness": "native", "truncation_side": "left"}
+    answer = client.post("/pooling", json={"input": ["a", "b"], "mm_processor_kwargs": None, **neutral})
+    assert "x-quire-warnings" not in answer.headers
+    told = [(entry["object"], entry["index"], entry["data"]) for entry in answer.json()["data"]]
+    assert told == [("pooling", place, pytest.approx(UNIT)) for place in range(2)]
+    assert post(client, "/invocations", input="a")["data"][0]["embedding"] == pytest.approx(UNIT)
+
+
 def test_cuts(server: Any, client: TestClient) -> None:
     post(client, "/v1/embeddings", input=[[*range(1, 9)]], truncate_prompt_tokens=3)
     assert server.core.requests[-1].prompt_token_ids == [6, 7, 8]
@@ -91,6 +112,8 @@ def test_llama_cpps_form(server: Any, client: TestClient) -> None:
         ("/v1/embeddings", {"input": "a", "dimensions": 0}, "dimensions"),
         ("/v1/embeddings", {"input": "a", "stream": True}, "vectors come whole"),
         ("/v1/embeddings", {"input": "a", "priority": 1}, "priority"),
+        ("/v1/embeddings", {"input": "a", "embed_dtype": "fp8"}, 'embed_dtype has one value here, "float32".'),
+        ("/v1/embeddings", {"messages": [[]]}, "messages[0]: List should have at least 1 item"),
         ("/embedding", {"content": ""}, "content"),
     ],
 )

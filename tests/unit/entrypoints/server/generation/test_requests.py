@@ -407,3 +407,26 @@ def test_structures_are_named_as_they_were_written(client: TestClient) -> None:
     ]:
         error = client.post("/v1/chat/completions", json=chat | {field: value}).json()["error"]
         assert (error["param"], error["message"][: len(words)]) == (field, words)
+
+
+NEUTRAL = {
+    **{
+        "watermarking": None,
+        "repetition_detection": None,
+        "routed_experts_prompt_start": 0,
+        "return_token_offsets": False,
+    },
+    **{"media_io_kwargs": {}, "mm_payload": "tensors", "return_mm_kwargs": None, "ec_transfer_params": None},
+}
+
+
+@pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions", "/v1/responses"])
+def test_vllms_fields_that_ask_for_nothing(client: TestClient, path: str) -> None:
+    body = {"prompt": "a"} if path == "/v1/completions" else {"input": "a"}
+    body = {"messages": [{"role": "user", "content": "a"}]} if "chat" in path else body
+    answer = client.post(path, json={**body, **NEUTRAL})
+    assert (answer.status_code, answer.headers.get("x-quire-warnings")) == (200, None), answer.text
+    refused = client.post(path, json={**body, **NEUTRAL, "repetition_detection": {"min_count": 2}})
+    assert (refused.status_code, refused.json()["error"]["code"]) == (400, "not_supported")
+    assert refused.json()["error"]["message"].startswith("repetition_detection is not supported yet: ")
+    assert "'session_id'" in client.post(path, json={**body, "session_id": "x"}).headers["x-quire-warnings"]

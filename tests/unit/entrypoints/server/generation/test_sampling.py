@@ -76,7 +76,7 @@ def test_beams_are_passed_on(server: Any, read: Callable[..., SamplingParams], f
 def test_nothing_is_forgotten() -> None:
     """A field of SamplingParams is read from requests, made of others, or refused."""
     made = {"logprobs", "output_kind", "detokenize", "structured_outputs"}
-    refused = {"logits_processors", "guided_decoding"}
+    refused = {"logits_processors", "guided_decoding", "extra_args"}
     assert set(SamplingParams.__struct_fields__) == set(SAME) | set(BEAMS) | {"logit_bias"} | made | refused
     assert "logits_processors" in CompletionRequest.model_fields
 

@@ -225,3 +225,6 @@ def test_thoughts_that_are_not_to_be_told(client: TestClient) -> None:
     deltas = [chunk["choices"][0]["delta"] for chunk in chunks]
     assert not any(delta.get(name) for delta in deltas for name in THOUGHTS)
     assert "".join(delta.get("content") or "" for delta in deltas) == kept["choices"][0]["message"]["content"]
+    told, kept = (post(client, "/v1/responses", input="Hi", include_reasoning=b) for b in (True, False))
+    assert [item["type"] for item in told["output"]] == ["reasoning", *(item["type"] for item in kept["output"])]
+    assert kept["usage"] == told["usage"]
