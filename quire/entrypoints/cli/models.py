@@ -82,8 +82,6 @@ def _cache() -> list[Any]:
     except CacheNotFound:
         return []
     except (OSError, ValueError, RuntimeError) as error:  # the last: there is no home
-        cache = constants.HF_HUB_CACHE
-        raise ConfigError(
-            f"the hub's cache {cache} can't be read: {str(error).rstrip('.')}. HF_HOME names another."
-        ) from None
+        place, why = constants.HF_HUB_CACHE, str(error).rstrip(".")
+        raise ConfigError(f"the hub's cache {place} can't be read: {why}. HF_HOME names another.") from None
     return sorted(models, key=lambda each: each.repo_id)

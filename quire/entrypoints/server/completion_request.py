@@ -53,7 +53,6 @@ class CompletionRequest(GenerationRequest):
 
     # Refused.
     suffix: Annotated[None, refuse("filling in before a suffix is not supported; leave it out", "")] = None
-    prompt_embeds: Annotated[None, refuse("prompts are text or token ids only; leave it out")] = None
 
     def output_limit(self) -> tuple[str, int | None]:
         """The field that bounds the output, and its value."""

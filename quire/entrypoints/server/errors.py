@@ -152,10 +152,8 @@ def _http(error: HTTPException) -> ErrorInfo:
         message = _PLAIN_TEXTS.get(error.status_code, message)
     kind = "server_error" if error.status_code >= 500 else "invalid_request_error"
     kind = "authentication_error" if error.status_code == 401 else kind
-    headers = dict(error.headers or {})
-    return ErrorInfo(
-        error.status_code, _cut(message), kind, code=STATUSES.get(error.status_code, ("",))[0] or None, headers=headers
-    )
+    code = STATUSES.get(error.status_code, ("",))[0] or None
+    return ErrorInfo(error.status_code, _cut(message), kind, code=code, headers=dict(error.headers or {}))
 
 
 _PLAIN_TEXTS = {
@@ -167,9 +165,7 @@ _PLAIN_TEXTS = {
 def _validation(errors: Sequence[Any]) -> ErrorInfo:
     """The first field at fault, with all that its type could have been."""
     places = [_place(error["loc"]) for error in errors]
-    texts = [
-        e["msg"].removeprefix("Value error, ") for e, place in zip(errors, places, strict=True) if place == places[0]
-    ]
+    texts = [e["msg"].removeprefix("Value error, ") for e, at in zip(errors, places, strict=True) if at == places[0]]
     message = "; or ".join(dict.fromkeys(texts[:3]))
     value = errors[0].get("input")
     if errors[0]["type"] != "missing" and not isinstance(value, dict | list):

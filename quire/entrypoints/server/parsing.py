@@ -186,9 +186,8 @@ def _constraint(asked: Answer, tokens: dict[str, int]) -> StructuredOutputsParam
     if offer is not None or budget is not None or thought is None:
         other = "tools" if offer is not None else _BUDGET
         remedy = "leave one of them out, or give the constraint as a JSON schema"
-        raise InvalidRequestError(
-            f"{other} and a constraint of the kind {content.kind!r} can't go together; {remedy}.", other
-        )
+        message = f"{other} and a constraint of the kind {content.kind!r} can't go together; {remedy}."
+        raise InvalidRequestError(message, other)
     return after(content, thought.closing, thought.opening, thought.answer, thought.optional)
 
 

@@ -105,7 +105,6 @@ def name_results(messages: Sequence[dict[str, Any]], param: str, call: str, resu
 
 
 NO_SAMPLER = "this sampler is not there; leave it out"
-_ELSEWHERE = refuse("not supported by this server; leave it out")
 
 
 class Fields(BaseModel):
@@ -139,9 +138,7 @@ class StreamOptions(Fields):
     """One more chunk at the end, with the usage."""
     continuous_usage_stats: bool | None = None
     """The usage so far on every chunk; only with include_usage."""
-    include_obfuscation: Annotated[
-        None, refuse("chunks are not padded against traffic analysis; leave it out", False)
-    ] = None
+    include_obfuscation: Annotated[None, refuse("chunks are not padded against analysis; leave it out", False)] = None
 
 
 class AnyRequest(Fields):
@@ -250,11 +247,7 @@ class GenerationRequest(AnyRequest):
     """Of no effect: there is one."""
 
     # Refused.
-    logits_processors: Annotated[None, _ELSEWHERE] = None
-    logprob_token_ids: Annotated[None, _ELSEWHERE] = None
-    truncation_side: Annotated[None, refuse("a prompt's last tokens are kept: only 'left' is supported", "left")] = None
-    kv_transfer_params: Annotated[None, _ELSEWHERE] = None
-    moderation: Annotated[None, _ELSEWHERE] = None
+    moderation: Annotated[None, refuse("not supported by this server; leave it out")] = None
 
     def force_usage(self) -> None:
         """Have a stream end with its usage, whether it asked for that or not."""

@@ -73,9 +73,7 @@ class ResponsesRequest(GenerationRequest):
     max_tool_calls: int | None = None
 
     # Refused.
-    conversation: Annotated[
-        None, refuse("conversations are not kept by this server; go on with previous_response_id")
-    ] = None
+    conversation: Annotated[None, refuse("conversations are not kept here; go on with previous_response_id")] = None
     prompt: Annotated[None, refuse("prompt templates are not kept by this server; send the text as input")] = None
     context_management: Annotated[None, refuse("not supported by this server; leave it out", [])] = None
 

@@ -17,15 +17,8 @@ from quire.sampling_params import SamplingParams
 from quire.structured_outputs import StructuredOutputsParams
 
 # Field of the body -> of the parameters.
-_FIELDS = {
-    "guided_json": "json",
-    "guided_regex": "regex",
-    "guided_choice": "choice",
-    "guided_grammar": "grammar",
-    "json_schema": "json",
-    "grammar": "grammar",
-    "structural_tag": "structural_tag",
-}
+_FIELDS = {f"guided_{kind}": kind for kind in ("json", "regex", "choice", "grammar")}
+_FIELDS |= {"json_schema": "json", "grammar": "grammar", "structural_tag": "structural_tag"}
 _SWITCHES = ("disable_any_whitespace", "disable_additional_properties")
 _TYPES = "'text', 'json_object', 'json_schema' or 'structural_tag'"
 

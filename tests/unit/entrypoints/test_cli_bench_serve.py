@@ -104,8 +104,6 @@ def test_vllms_file_of_results(server: Any, bench: Any, tmp_path: Path) -> None:
     assert (figures["output_lens"], figures["errors"]) == ([3, 3, 3], ["", "", ""])  # by the server's count
     assert all(isinstance(gap, float) for itls in figures["itls"] for gap in itls)
     assert all(len(figures[name]) == 3 for name in ("input_lens", "ttfts", "itls", "latencies", "start_times"))
-    assert figures["max_output_tokens_per_s"] >= 2
-    assert 1 <= figures["max_concurrent_requests"] <= 3
     bench(*flags, "--save-result", "--result-dir", str(folder), "--result-filename", "named.json")
     figures = json.loads((folder / "named.json").read_text())
     assert (figures["label"], "ttfts" in figures) == (None, False)

@@ -63,8 +63,8 @@ def run(args: LoadArgs) -> None:
     figures = report.figures(outcomes, duration, args.bounds)
     saved = facts | figures | (report.details(outcomes) if args.save_detailed else {})
     print(f"{report.table(figures)}\n\nThis client used {cpu_seconds / duration:.0%} of a processor core.")
-    for path in (args.output_json, args.result_path(facts)):
-        write_figures(path, saved)
+    write_figures(args.output_json, saved)
+    write_figures(args.result_path(facts) if args.save_result else None, saved)
     if args.plot is not None:
         write_text(args.plot, "--plot", plot.render(outcomes, figures, facts))
     if interrupted:

@@ -112,10 +112,8 @@ class LoadArgs:
         """Whether requests arrive when the trace says."""
         return self.dataset_name == "trace" and self.request_rate is None
 
-    def result_path(self, facts: Mapping[str, Any]) -> str | None:
+    def result_path(self, facts: Mapping[str, Any]) -> str:
         """Where --save-result writes, named as vLLM does; its folder is there then."""
-        if not self.save_result:
-            return None
         held = "" if self.max_concurrency is None else f"-concurrency{self.max_concurrency}"
         rate, model = f"{facts['request_rate']}qps", facts["model_id"].split("/")[-1]
         name = self.result_filename or f"{facts['label'] or self.backend}-{rate}{held}-{model}-{facts['date']}.json"

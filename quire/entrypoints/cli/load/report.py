@@ -25,6 +25,10 @@ _STATISTICS = {
     "p95": lambda values: np.percentile(values, 95),
     "p99": lambda values: np.percentile(values, 99),
 }
+_DETAILS = {  # vLLM's names, and whose they are in an outcome
+    **{"input_lens": "num_prompt_tokens", "output_lens": "num_output_tokens", "itls": "itls"},
+    **{"latencies": "e2el", "start_times": "start", "errors": "error_message"},
+}
 _WIDTH = 34  # of the names in the table
 
 
@@ -46,7 +50,6 @@ def figures(outcomes: Sequence[Outcome], duration: float, goodput: Mapping[str, 
         "request_goodput": kept / duration if goodput else None,
         "output_throughput": num_output / duration,
         "total_token_throughput": (num_input + num_output) / duration,
-        **_busiest_second(good),
     }
     seconds = {
         "ttft": [outcome.ttft for outcome in good],
@@ -61,27 +64,9 @@ def figures(outcomes: Sequence[Outcome], duration: float, goodput: Mapping[str, 
 
 
 def details(outcomes: Sequence[Outcome]) -> dict[str, list[Any]]:
-    """Of each request what vLLM's scripts read; times of those that failed are empty."""
-    return {
-        "input_lens": [outcome.num_prompt_tokens for outcome in outcomes],
-        "output_lens": [outcome.num_output_tokens for outcome in outcomes],
-        "ttfts": [outcome.ttft if outcome.token_times else 0.0 for outcome in outcomes],
-        "itls": [outcome.itls for outcome in outcomes],
-        "latencies": [outcome.e2el for outcome in outcomes],
-        "start_times": [outcome.start for outcome in outcomes],
-        "errors": [outcome.error_message for outcome in outcomes],
-    }
-
-
-def _busiest_second(outcomes: Sequence[Outcome]) -> dict[str, float]:
-    """Most tokens that came in one second, and most requests that were under way in one, as vLLM counts them."""
-    first = min((outcome.start for outcome in outcomes), default=0.0)
-    tokens = [int(time - first) for outcome in outcomes for time in outcome.token_times]
-    active = [s for o in outcomes for s in range(int(o.start - first), int(o.end - first) + 1)]
-    return {
-        "max_output_tokens_per_s": float(np.bincount(tokens or [0]).max()),
-        "max_concurrent_requests": int(np.bincount(active or [0]).max()),
-    }
+    """Of each request what vLLM's scripts read."""
+    ttfts = [outcome.ttft if outcome.token_times else 0.0 for outcome in outcomes]
+    return {"ttfts": ttfts} | {key: [getattr(one, name) for one in outcomes] for key, name in _DETAILS.items()}
 
 
 def table(result: Mapping[str, Any]) -> str:

@@ -31,13 +31,15 @@ from quire.errors import NotYetSupportedError
 from quire.pooling_params import PoolingParams
 from quire.protocol.requests import Terms
 
+_Form = Callable[["EmbeddingWriter"], Any]
+_Asked = tuple[TurnRequest, "EmbeddingWriter"]
 _TURNS = ("add_generation_prompt", "continue_final_message")  # here off by default
 
 
 async def read_embedding(
-    state: ServerState, body: EmbeddingRequest, request_id: str
-) -> "tuple[TurnRequest, EmbeddingWriter]":
-    """See `Read`."""
+    state: ServerState, body: EmbeddingRequest, request_id: str, form: _Form | None = None
+) -> _Asked:
+    """See `Read`. `form`: of the answer, where it is not OpenAI's."""
     model = state.admit(body)
     if (adapter := state.adapters.get(model)) is not None and hasattr(adapter, "prompt_adapter_id"):
         raise NotYetSupportedError("vectors of prompt adapters are not supported: they are trained to write.")
@@ -61,7 +63,9 @@ async def read_embedding(
     check_terms(terms, state.llm.limits.policy)
     turn = Turn(len(prompts), 1, Rules(no_tokens=True))
     request = TurnRequest(request_id, prompts, params, terms, adapter, names)
-    return request, EmbeddingWriter(body, f"embd-{request_id}", model, wanted, turn)
+    writer = EmbeddingWriter(body, f"embd-{request_id}", model, wanted, turn)
+    writer.form = form or EmbeddingWriter.openai
+    return request, writer
 
 
 class EmbeddingWriter(EventWriter):
@@ -71,7 +75,7 @@ class EmbeddingWriter(EventWriter):
         self.turn, self.model = turn, model
         self._name, self._wanted, self._as_bytes = name, wanted, body.encoding_format == "base64"
         self._vectors: dict[int, list[float]] = {}
-        self.form: Callable[[EmbeddingWriter], Any] = EmbeddingWriter.openai
+        self.form: _Form = EmbeddingWriter.openai
 
     def take(self, delta: Delta) -> list[Event]:
         self._vectors[delta.place] = self._wanted.vector(delta.output)
@@ -102,18 +106,11 @@ class EmbeddingWriter(EventWriter):
         return {**head, "data": data, "usage": usage}
 
 
-async def read_pooling(
-    state: ServerState, body: EmbeddingRequest, request_id: str
-) -> tuple[TurnRequest, EmbeddingWriter]:
-    """/pooling's, as vLLM has it: the same vectors, each as an entry's data."""
-    request, writer = await read_embedding(state, body, request_id)
-    writer.form = partial(EmbeddingWriter.openai, kind="pooling", key="data")
-    return request, writer
+# /pooling's, as vLLM has it: the same vectors, each as an entry's data.
+read_pooling = partial(read_embedding, form=partial(EmbeddingWriter.openai, kind="pooling", key="data"))
 
 
-async def read_ollama_embed(
-    state: ServerState, body: OllamaEmbedRequest, request_id: str
-) -> tuple[TurnRequest, EmbeddingWriter]:
+async def read_ollama_embed(state: ServerState, body: OllamaEmbedRequest, request_id: str) -> _Asked:
     """/api/embed's, and the older /api/embeddings'. What is too long loses its end, unless the body forbids that."""
     room, begin = state.llm.config.model.max_model_len - 1, time.monotonic_ns()
     texts: list[Any] = [body.input] if isinstance(body.input, str) else body.input
@@ -130,9 +127,7 @@ async def read_ollama_embed(
     return await _read_as(state, body, request_id, wanted, form)
 
 
-async def read_llama_embedding(
-    state: ServerState, body: LlamaEmbeddingRequest, request_id: str
-) -> tuple[TurnRequest, EmbeddingWriter]:
+async def read_llama_embedding(state: ServerState, body: LlamaEmbeddingRequest, request_id: str) -> _Asked:
     """llama.cpp's /embedding's."""
     texts: list[Any] = [await tokens_of(state, text) for text in prompts_of(body.content)]
 
@@ -143,17 +138,11 @@ async def read_llama_embedding(
 
 
 async def _read_as(
-    state: ServerState,
-    body: AnyRequest,
-    request_id: str,
-    fields: dict[str, Any],
-    form: Callable[[EmbeddingWriter], Any],
-) -> tuple[TurnRequest, EmbeddingWriter]:
+    state: ServerState, body: AnyRequest, request_id: str, fields: dict[str, Any], form: _Form
+) -> _Asked:
     state.unknown_fields.note(body)
     asked = validated(EmbeddingRequest, fields | {"model": body.model})
-    request, writer = await read_embedding(state, asked, request_id)
-    writer.form = form
-    return request, writer
+    return await read_embedding(state, asked, request_id, form)
 
 
 def _packed(vector: list[float]) -> str:

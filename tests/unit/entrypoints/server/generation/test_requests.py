@@ -426,6 +426,7 @@ def test_vllms_fields_that_ask_for_nothing(client: TestClient, path: str) -> Non
     body = {"messages": [{"role": "user", "content": "a"}]} if "chat" in path else body
     answer = client.post(path, json={**body, **NEUTRAL})
     assert (answer.status_code, answer.headers.get("x-quire-warnings")) == (200, None), answer.text
+    assert client.post(path, json={**body, "thinking_token_budget": -1}).status_code == 200
     refused = client.post(path, json={**body, **NEUTRAL, "repetition_detection": {"min_count": 2}})
     assert (refused.status_code, refused.json()["error"]["code"]) == (400, "not_supported")
     assert refused.json()["error"]["message"].startswith("repetition_detection is not supported yet: ")
