@@ -3,7 +3,6 @@
 //
 // Sums of integers are exact, so a row's bits are its own, whatever is computed beside it and in which order. Weights are
 // bytes around 128 and x is signed, as VPDPBUSD (AVX512_VNNI) wants them; what 128 adds is taken off at the end.
-// x is laid out for the kernel: panels of kIntRows rows, in them by four columns: [columns / 4][kIntRows][4].
 #pragma once
 
 #if defined(__AVX2__)
@@ -18,52 +17,59 @@ namespace quire::QUIRE_NS {
 
 constexpr int kIntRows = 12;                  // rows of x whose sums with two blocks of weights stay in registers
 
-// x in eight bits.
+// x in eight bits, laid out for a kernel: panels of kRows rows, in them by kGroup columns: [columns / kGroup][kRows][kGroup].
+template <int kRows, int kGroup>
 struct IntRows {
     const int8_t* panels;
     const float* scales;   // [rows]
     const int32_t* excess; // [rows] what 128 adds to the sums of a row
     int64_t panel_bytes;
 
-    const int8_t* panel(int64_t first_row) const { return panels + first_row / kIntRows * panel_bytes; }
+    const int8_t* panel(int64_t first_row) const { return panels + first_row / kRows * panel_bytes; }
 };
 
 // The codes and scale of one row, as those of int8 weights are chosen (pack.h).
-inline float quantize_row(const float* x, int64_t cols, int64_t padded, int8_t* out, int32_t& excess) {
+template <int kRows, int kGroup>
+inline float quantize_row(const float* x, int64_t padded, int8_t* out, int32_t& excess) {
     const float most = largest_magnitude(x, padded), inverse = most > 0 ? 127.0f / most : 0.0f;
     vi total{};
     for (int64_t i = 0; i < padded; i += kLanes) {
         const vf bounded = min(max(round_product(load(x + i), inverse), splat(-127.0f)), splat(127.0f));
         const vi codes = __builtin_convertvector(bounded, vi);
         total += codes;
-        alignas(64) int32_t values[kLanes];
-        std::memcpy(values, &codes, sizeof codes);
-        for (int lane = 0; lane < kLanes; lane += 4)
-            for (int c = 0; c < 4; c++) out[(i + lane) * kIntRows + c] = int8_t(values[lane + c]);
+        constexpr int kPiece = kGroup < kLanes ? kGroup : kLanes;
+        const vb bytes = __builtin_convertvector(codes, vb);
+        int8_t values[kLanes];
+        std::memcpy(values, &bytes, sizeof bytes);
+        for (int lane = 0; lane < kLanes; lane += kPiece) {
+            const int64_t column = i + lane;
+            std::memcpy(out + column / kGroup * kRows * kGroup + column % kGroup, values + lane, kPiece);
+        }
     }
-    (void)cols;
     int32_t sum = 0;
     for (int i = 0; i < kLanes; i++) sum += total[i];
     excess = 128 * sum;
     return most / 127.0f;  // NaN where any of the row is: it shows
 }
 
-inline IntRows quantize_rows(const LinearArgs& a, Context& context) {
-    const int64_t padded = a.weight.num_tiles() * 32, num_panels = divide_up(a.num_rows, kIntRows);
-    const int64_t panel_bytes = kIntRows * padded;
-    int8_t* panels = context.shared.get<int8_t>(num_panels * (panel_bytes + kIntRows * 8));
+template <int kRows, int kGroup>
+inline IntRows<kRows, kGroup> quantize_rows(const LinearArgs& a, Context& context) {
+    const int64_t padded = round_up(a.weight.num_tiles() * 32, kGroup), num_panels = divide_up(a.num_rows, kRows);
+    const int64_t panel_bytes = kRows * padded;
+    int8_t* panels = context.shared.get<int8_t>(num_panels * (panel_bytes + kRows * 8));
     float* scales = reinterpret_cast<float*>(panels + num_panels * panel_bytes);
-    int32_t* excess = reinterpret_cast<int32_t*>(scales + num_panels * kIntRows);
+    int32_t* excess = reinterpret_cast<int32_t*>(scales + num_panels * kRows);
     context.pool.run(num_panels, [&](int64_t panel, int thread) {
         float* values = context.thread_scratch[thread].get<float>(padded);
         for (int64_t i = a.weight.cols; i < padded; i++) values[i] = 0;
-        for (int64_t row = panel * kIntRows; row < a.num_rows && row < (panel + 1) * kIntRows; row++) {
+        for (int64_t row = panel * kRows; row < a.num_rows && row < (panel + 1) * kRows; row++) {
             for_vectors(a.weight.cols, [&](int64_t i, int n) {
                 const vf v = a.type == Type::bf16 ? load_n(static_cast<const bf16*>(a.x) + row * a.x_stride + i, n)
                                                   : load_n(static_cast<const float*>(a.x) + row * a.x_stride + i, n);
                 store_n(values + i, v, n);
             });
-            scales[row] = quantize_row(values, a.weight.cols, padded, panels + panel * panel_bytes + row % kIntRows * 4, excess[row]);
+            int8_t* out = panels + panel * panel_bytes + row % kRows * kGroup;
+            scales[row] = quantize_row<kRows, kGroup>(values, padded, out, excess[row]);
         }
     });
     return {panels, scales, excess, panel_bytes};
@@ -196,7 +202,7 @@ inline void int_tile_of(int64_t num_rows, const uint8_t* const (&weights)[2], in
 
 inline void linear_int8(const LinearArgs& a, Context& context) {
     if (a.num_rows == 0) return;
-    const IntRows rows = quantize_rows(a, context);
+    const auto rows = quantize_rows<kIntRows, 4>(a, context);
     const Matrix& w = a.weight;
     const bool gated = is_gated(a.epilogue);
     const int64_t quads = w.num_tiles() * 8, count = gated ? w.num_blocks() / 2 : w.num_blocks();
