@@ -1,6 +1,7 @@
 // Linear layers of bf16 activations on AMX: the weights are the A operand, as they lie in memory, and x, packed in pairs
 // of k, is B. The result is a tile [16 features][16 rows of x], so one row costs what sixteen do: the time it takes
 // to read the weights. i8 and i4 weights are expanded to bf16 tiles just ahead, by table look-up; so are blocks.
+// How a product is cut up, and what runs beside the tiles, is the same where bytes are multiplied (linear_amx_int8.h).
 #pragma once
 
 #include <atomic>
@@ -53,6 +54,7 @@ constexpr Blocking kBlockings[] = {
 };
 constexpr int64_t kMostGroupPairs = 8;
 inline std::atomic<int32_t> chosen_blocking{0};
+constexpr int64_t kTileBytes = 1024;  // of one as it is multiplied
 
 inline void prefetch(const uint8_t* p, int64_t bytes) {
     for (int64_t i = 0; i < bytes; i += 64) _mm_prefetch(reinterpret_cast<const char*>(p + i), _MM_HINT_T1);
@@ -68,7 +70,8 @@ struct BlockPair {
 template <Type kType>
 class Expander {
 public:
-    QUIRE_ALWAYS void operator()(const uint8_t* tile, int64_t t, bf16* out) {
+    QUIRE_ALWAYS void operator()(const uint8_t* tile, int64_t t, uint8_t* to) {
+        bf16* out = reinterpret_cast<bf16*>(to);
         if constexpr (kType == Type::i8) return expand_i8_tile(tile, out);
         if constexpr (kType == Type::i4) return expand_i4_tile(tile, out);
         if constexpr (is_turned(kType)) {  // the order of another level, and no faster than it has to be
@@ -100,7 +103,7 @@ private:
     typename ScalesOf<kType>::type scales_;
 };
 
-// Calls body with an expander's type: of i8, i4, blocks, or i8 and bf16 in another order.
+// Calls body with an expander: of i8, i4, blocks, or i8 and bf16 in another order.
 template <class Body>
 inline void with_expander(Type type, const Body& body) {
     if (type == Type::i8) return body(Expander<Type::i8>());
@@ -113,41 +116,61 @@ inline void prefetch_codes(const uint8_t* p, int64_t bytes) {
     for (int64_t i = 0; i < bytes; i += 64) _mm_prefetch(reinterpret_cast<const char*>(p + i), _MM_HINT_T0);
 }
 
-// bf16 weights in the order of tiles: there is nothing to expand.
+// Weights in the order of tiles: there is nothing to expand.
 struct AsTheyLie {
-    void operator()(const uint8_t*, int64_t, bf16*) {}
+    void operator()(const uint8_t*, int64_t, uint8_t*) {}
 };
 
-// The tiles of a chunk of k of a pair of blocks, [2][num_tiles], expanded one by one while other ones are multiplied: vector work
+// What is a product's own: how a block's weights lie as steps of k, each of which becomes a tile, and what its sums are.
+// Here tiles of weights are [16 features][32 columns] and those of sums [16 features][16 rows of x].
+struct Bf16Tiles {
+    static constexpr bool kBytes = false;
+    const Matrix& w;
+
+    int64_t num_steps() const { return w.num_tiles(); }
+    int64_t step_bytes() const { return w.tile_bytes(); }
+    const uint8_t* step(int64_t block, int64_t t) const { return w.tile(block, t); }
+    template <class Body>
+    void with_expander(const Body& body) const {
+        w.type == Type::bf16 ? body(AsTheyLie()) : quire::QUIRE_NS::with_expander(w.type, body);
+    }
+    // Sums of rows from `first_row` on -> out [count][32].
+    void to_rows(const float* sums, int64_t first_row, int64_t count, float* out) const {
+        (void)first_row;
+        transpose_to(sums, out, 32, count);
+    }
+};
+
+// The steps of a chunk of k of a pair of blocks, [2][num_steps], expanded one by one while other ones are multiplied: vector work
 // that the tiles' own takes as long as.
-template <class Expand>
+template <class Kind, class Expand>
 class Expansion {
 public:
-    explicit Expansion(const Matrix& w) : w_(w) {}
+    Expansion(const Kind& kind, const Expand& expand) : kind_(kind), expand_{expand, expand} {}
 
-    void begin(BlockPair pair, int64_t first, int64_t num_tiles, bf16* out) {
-        pair_ = pair, first_ = first, num_tiles_ = num_tiles, out_ = out, done_ = 0;
+    void begin(BlockPair pair, int64_t first, int64_t num_steps, uint8_t* out) {
+        pair_ = pair, first_ = first, num_steps_ = num_steps, out_ = out, done_ = 0;
     }
     void step() {
-        if (done_ < 2 * num_tiles_) expand();
+        if (done_ < 2 * num_steps_) expand();
     }
     void rest() {
-        while (done_ < 2 * num_tiles_) expand();
+        while (done_ < 2 * num_steps_) expand();
     }
 
 private:
     QUIRE_ONE_COPY void expand() {
         const int64_t second = done_ % 2, i = done_++ / 2;
-        const uint8_t* tile = w_.tile(second ? pair_.second : pair_.first, first_ + i);
-        prefetch_codes(tile + kCodesAhead, w_.tile_bytes());
-        expand_[second](tile, first_ + i, out_ + (second * num_tiles_ + i) * 512);
+        const uint8_t* codes = kind_.step(second ? pair_.second : pair_.first, first_ + i);
+        prefetch_codes(codes + kCodesAhead, kind_.step_bytes());
+        expand_[second](codes, first_ + i, out_ + (second * num_steps_ + i) * kTileBytes);
     }
 
-    const Matrix& w_;
+    const Kind& kind_;
     Expand expand_[2];
     BlockPair pair_{};
-    int64_t first_ = 0, num_tiles_ = 0, done_ = 0;
-    bf16* out_ = nullptr;
+    int64_t first_ = 0, num_steps_ = 0, done_ = 0;
+    uint8_t* out_ = nullptr;
 };
 
 // What to fetch from memory while tiles are multiplied: `step` bytes of each block with each tile.
@@ -158,36 +181,53 @@ struct Ahead {
     int64_t x_step = 0;
 };
 
-// Adds the products of tiles of k to four C tiles (features 0..15 and 16..31 of up to two groups of `width` rows of x).
-// Calls between(t) after tile t: vector work that runs while the tiles are being multiplied.
-template <bool kTwo, class Between>
-inline void multiply(const bf16* w0, const bf16* w1, const uint32_t* x0, const uint32_t* x1, int64_t width, int64_t num_tiles,
+// Adds the product of a tile of weights, 4 or 5, and one of x, 6 or 7, to one of sums, 0 to 3. Rows of x are A where they are bytes.
+template <bool kBytes, int kSums>
+QUIRE_INLINE void add_product() {
+    if constexpr (kBytes) {
+        if constexpr (kSums == 0) _tile_dpbsud(0, 6, 4);
+        if constexpr (kSums == 1) _tile_dpbsud(1, 6, 5);
+        if constexpr (kSums == 2) _tile_dpbsud(2, 7, 4);
+        if constexpr (kSums == 3) _tile_dpbsud(3, 7, 5);
+    } else {
+        if constexpr (kSums == 0) _tile_dpbf16ps(0, 4, 6);
+        if constexpr (kSums == 1) _tile_dpbf16ps(1, 5, 6);
+        if constexpr (kSums == 2) _tile_dpbf16ps(2, 4, 7);
+        if constexpr (kSums == 3) _tile_dpbf16ps(3, 5, 7);
+    }
+}
+
+// Adds the products of steps of k to four tiles of sums (features 0..15 and 16..31 of up to two groups of `width` rows of x).
+// Calls between(t) after step t: vector work that runs while the tiles are being multiplied.
+template <class Kind, bool kTwo, class Between>
+inline void multiply(const uint8_t* w0, const uint8_t* w1, const uint32_t* x0, const uint32_t* x1, int64_t width, int64_t num_steps,
                      Ahead ahead, const Between& between) {
-    for (int64_t t = 0; t < num_tiles; t++) {
+    for (int64_t t = 0; t < num_steps; t++) {
         prefetch(ahead.first + t * ahead.step, ahead.step);
         prefetch(ahead.second + t * ahead.step, ahead.step);
         if (ahead.x_step > 0) {
             prefetch(reinterpret_cast<const uint8_t*>(ahead.x0 + t * 256), ahead.x_step);
             prefetch(reinterpret_cast<const uint8_t*>(ahead.x1 + t * 256), ahead.x_step);
         }
-        _tile_loadd(4, w0 + t * 512, 64);
+        _tile_loadd(4, w0 + t * kTileBytes, 64);
         _tile_loadd(6, x0 + t * 16 * width, 4 * width);
-        _tile_dpbf16ps(0, 4, 6);
-        _tile_loadd(5, w1 + t * 512, 64);
-        _tile_dpbf16ps(1, 5, 6);
+        add_product<Kind::kBytes, 0>();
+        _tile_loadd(5, w1 + t * kTileBytes, 64);
+        add_product<Kind::kBytes, 1>();
         if (kTwo) {
             _tile_loadd(7, x1 + t * 16 * width, 4 * width);
-            _tile_dpbf16ps(2, 4, 7);
-            _tile_dpbf16ps(3, 5, 7);
+            add_product<Kind::kBytes, 2>();
+            add_product<Kind::kBytes, 3>();
         }
         between(t);
     }
 }
-inline void multiply(bool two, const bf16* w0, const bf16* w1, const uint32_t* x0, const uint32_t* x1, int64_t width,
-                     int64_t num_tiles, Ahead ahead) {
+template <class Kind>
+inline void multiply(bool two, const uint8_t* w0, const uint8_t* w1, const uint32_t* x0, const uint32_t* x1, int64_t width,
+                     int64_t num_steps, Ahead ahead) {
     auto nothing = [](int64_t) {};
-    two ? multiply<true>(w0, w1, x0, x1, width, num_tiles, ahead, nothing)
-        : multiply<false>(w0, w1, x0, x1, width, num_tiles, ahead, nothing);
+    two ? multiply<Kind, true>(w0, w1, x0, x1, width, num_steps, ahead, nothing)
+        : multiply<Kind, false>(w0, w1, x0, x1, width, num_steps, ahead, nothing);
 }
 
 inline void zero_sums() {
@@ -218,13 +258,14 @@ inline void finish_pair(const LinearArgs& a, BlockPair pair, const float* rows, 
     finish(a, {rows, gated ? rows + 16 : nullptr, 32, width, pair.first * 16, pair.second * 16, first_row, count});
 }
 
-// The end of four tiles of sums, as stored above, in kSteps steps: from columns to rows of the result, [32][32], then on
+// The end of four tiles of sums, as stored above, in kSteps steps: to rows of the result, [32][32], then on
 // to where they belong. At most 32 rows from first_row on.
+template <class Kind>
 class Finisher {
 public:
     static constexpr int64_t kSteps = 8;
 
-    Finisher(const LinearArgs& args, BlockPair pair) : a_(args), pair_(pair) {}
+    Finisher(const LinearArgs& args, const Kind& kind, BlockPair pair) : a_(args), kind_(kind), pair_(pair) {}
 
     void begin(const float* c, int64_t first_row, int64_t num_rows) {
         c_ = c, first_row_ = first_row, num_rows_ = num_rows, step_ = 0;
@@ -234,7 +275,7 @@ public:
         const int64_t i = step_++;
         if (i < 4) {  // tile i: rows 16 * (i / 2) .., features of the first or the second block
             const int64_t half = i / 2, part = i % 2, count = num_rows_ - half * 16 < 16 ? num_rows_ - half * 16 : 16;
-            if (count > 0 && (part == 0 || pair_.has_second)) transpose_to(c_ + i * 256, rows_ + half * 512 + part * 16, 32, count);
+            if (count > 0 && (part == 0 || pair_.has_second)) kind_.to_rows(c_ + i * 256, first_row_ + half * 16, count, rows_ + half * 512 + part * 16);
             return;
         }
         const int64_t row = (i - 4) * 8, count = num_rows_ - row < 8 ? num_rows_ - row : 8;
@@ -246,84 +287,83 @@ public:
 
 private:
     const LinearArgs& a_;
+    const Kind& kind_;
     BlockPair pair_;
     const float* c_ = nullptr;
     int64_t first_row_ = 0, num_rows_ = 0, step_ = kSteps;
     alignas(64) float rows_[1024];
 };
 
-// x in tiles of `width` columns. The first tiles of `next`, the pair that this thread is likely to see next, are fetched.
-inline void linear_few_rows(const LinearArgs& a, const uint32_t* x, int64_t width, BlockPair pair, BlockPair next,
-                            bf16* scratch) {
-    const Matrix& w = a.weight;
-    const int64_t tiles = w.num_tiles(), bytes = w.tile_bytes();
+// x in tiles of `width` rows. The first steps of `next`, the pair that this thread is likely to see next, are fetched.
+template <class Kind>
+inline void linear_few_rows(const LinearArgs& a, const Kind& kind, const uint32_t* x, int64_t width, BlockPair pair, BlockPair next,
+                            uint8_t* scratch) {
+    const int64_t steps = kind.num_steps(), bytes = kind.step_bytes();
     const bool two = a.num_rows > 16;
-    const uint32_t* x1 = x + (two ? tiles * 256 : 0);
-    const uint8_t *first = w.tile(pair.first, 0), *second = w.tile(pair.second, 0);
-    const int64_t first_skip = w.tile(next.first, 0) - w.tile(pair.first, tiles);  // from a block's end to the next one
-    const int64_t second_skip = w.tile(next.second, 0) - w.tile(pair.second, tiles);
+    const uint32_t* x1 = x + (two ? steps * 256 : 0);
+    const uint8_t *first = kind.step(pair.first, 0), *second = kind.step(pair.second, 0);
+    const int64_t first_skip = kind.step(next.first, 0) - kind.step(pair.first, steps);  // from a block's end to the next one
+    const int64_t second_skip = kind.step(next.second, 0) - kind.step(pair.second, steps);
     alignas(64) float c[1024];
     zero_sums();
-    if (w.type == Type::bf16) {
-        auto some = [&](int64_t begin, int64_t end, bool skip) {
-            const int64_t at = begin * bytes;
-            multiply(two, reinterpret_cast<const bf16*>(first + at), reinterpret_cast<const bf16*>(second + at),
-                     x + begin * 16 * width, x1 + begin * 16 * width, width, end - begin,
-                     {first + at + kAhead + (skip ? first_skip : 0), second + at + kAhead + (skip ? second_skip : 0), bytes});
-        };
-        const int64_t inside = tiles > kAhead / bytes ? tiles - kAhead / bytes : 0;
-        some(0, inside, false);
-        some(inside, tiles, true);
-    } else {
-        // Expanded one tile before they are multiplied: tiles can be loaded only once they have left the store buffer, and the
-        // products run while the next tile is being expanded. Two sets of scratch, in turn.
-        with_expander(w.type, [&](auto expand_first) {
+    kind.with_expander([&](auto expand_first) {
+        if constexpr (std::is_same_v<decltype(expand_first), AsTheyLie>) {
+            auto some = [&](int64_t begin, int64_t end, bool skip) {
+                const int64_t at = begin * bytes;
+                multiply<Kind>(two, first + at, second + at, x + begin * 16 * width, x1 + begin * 16 * width, width, end - begin,
+                               {first + at + kAhead + (skip ? first_skip : 0), second + at + kAhead + (skip ? second_skip : 0), bytes});
+            };
+            const int64_t inside = steps > kAhead / bytes ? steps - kAhead / bytes : 0;
+            some(0, inside, false);
+            some(inside, steps, true);
+        } else {
+            // Expanded one step before they are multiplied: tiles can be loaded only once they have left the store buffer, and the
+            // products run while the next step is being expanded. Two sets of scratch, in turn.
             auto expand_second = expand_first;
             auto expanded = [&](int64_t t) {
-                bf16* set = scratch + t % 2 * 1024;
-                if (t >= tiles) return set;
+                uint8_t* set = scratch + t % 2 * 2 * kTileBytes;
+                if (t >= steps) return set;
                 const int64_t at = t * bytes, ahead = at + kCodesAhead;
-                const bool skip = ahead >= tiles * bytes;
+                const bool skip = ahead >= steps * bytes;
                 prefetch_codes(first + ahead + (skip ? first_skip : 0), bytes);
                 expand_first(first + at, t, set);
                 prefetch_codes(second + ahead + (skip ? second_skip : 0), bytes);
-                expand_second(second + at, t, set + 512);
+                expand_second(second + at, t, set + kTileBytes);
                 return set;
             };
-            const bf16* set = expanded(0);
-            for (int64_t t = 0; t < tiles; t++) {
-                const bf16* next = expanded(t + 1);
-                multiply(two, set, set + 512, x + t * 16 * width, x1 + t * 16 * width, width, 1, {nullptr, nullptr, 0});
+            const uint8_t* set = expanded(0);
+            for (int64_t t = 0; t < steps; t++) {
+                const uint8_t* next = expanded(t + 1);
+                multiply<Kind>(two, set, set + kTileBytes, x + t * 16 * width, x1 + t * 16 * width, width, 1, {nullptr, nullptr, 0});
                 set = next;
             }
-        });
-    }
-    if (a.num_rows == 1) {  // a row already
+        }
+    });
+    if (!Kind::kBytes && a.num_rows == 1) {  // a row already
         _tile_stored(0, c, 4);
         _tile_stored(1, c + 16, 4);
         return finish_pair(a, pair, c, 0, 1);
     }
     store_sums(c, two);
-    Finisher finisher(a, pair);
+    Finisher<Kind> finisher(a, kind, pair);
     finisher.begin(c, 0, a.num_rows);
     finisher.rest();
 }
 
 // Rows [begin, end) of x, 32 at a time, against a group of pairs of blocks, a chunk of k at a time: a pair's chunk of weights
-// stays in L1, x's chunk in L2 for the whole group, and the sums wait in memory, which is exact: they are floats in the tile, too.
+// stays in L1, x's chunk in L2 for the whole group, and the sums wait in memory, which is exact: they are the same in the tile.
 // Weights that have to be expanded are so once, while the pair before them is multiplied; `scratch` has room for both.
-template <class Expand>
-inline void linear_many_rows(const LinearArgs& a, int64_t chunk, bool fetches_x, const uint32_t* x, const BlockPair* pairs,
-                             int64_t num_pairs, int64_t begin, int64_t end, bf16* scratch, float* sums) {
+template <class Kind, class Expand>
+inline void linear_many_rows(const LinearArgs& a, const Kind& kind, int64_t chunk, bool fetches_x, const uint32_t* x, const BlockPair* pairs,
+                             int64_t num_pairs, int64_t begin, int64_t end, const Expand& expand, uint8_t* scratch, float* sums) {
     constexpr bool kExpands = !std::is_same_v<Expand, AsTheyLie>;
-    const Matrix& w = a.weight;
-    const int64_t tiles = w.num_tiles(), panels = divide_up(end - begin, 32), out_bytes = type_bytes(a.out_type);
-    const int64_t items = divide_up(tiles, chunk) * num_pairs;  // of work: pairs, for a chunk of k after the other
-    const int64_t pace = panels < 4 ? 1 : panels / 2;  // steps of the products for each tile of the next item that is expanded
+    const int64_t steps = kind.num_steps(), panels = divide_up(end - begin, 32), out_bytes = type_bytes(a.out_type);
+    const int64_t items = divide_up(steps, chunk) * num_pairs;  // of work: pairs, for a chunk of k after the other
+    const int64_t pace = panels < 4 ? 1 : panels / 2;  // steps of the products for each one of the next item that is expanded
     auto first_of = [&](int64_t item) { return item / num_pairs * chunk; };
-    auto count_of = [&](int64_t item) { return tiles - first_of(item) < chunk ? tiles - first_of(item) : chunk; };
-    auto place_of = [&](int64_t item) { return scratch + item % 2 * 2 * chunk * 512; };
-    Expansion<Expand> expansion(w);
+    auto count_of = [&](int64_t item) { return steps - first_of(item) < chunk ? steps - first_of(item) : chunk; };
+    auto place_of = [&](int64_t item) { return scratch + item % 2 * 2 * chunk * kTileBytes; };
+    Expansion<Kind, Expand> expansion(kind, expand);
     auto expand_next = [&](int64_t item) {
         if (kExpands && item < items) expansion.begin(pairs[item % num_pairs], first_of(item), count_of(item), place_of(item));
     };
@@ -332,20 +372,20 @@ inline void linear_many_rows(const LinearArgs& a, int64_t chunk, bool fetches_x,
         const BlockPair pair = pairs[item % num_pairs];
         const int64_t t = first_of(item), count = count_of(item);
         expansion.rest();
-        const bf16* w0 = kExpands ? place_of(item) : reinterpret_cast<const bf16*>(w.tile(pair.first, t));
-        const bf16* w1 = kExpands ? w0 + count * 512 : reinterpret_cast<const bf16*>(w.tile(pair.second, t));
+        const uint8_t* w0 = kExpands ? place_of(item) : kind.step(pair.first, t);
+        const uint8_t* w1 = kExpands ? w0 + count * kTileBytes : kind.step(pair.second, t);
         expand_next(item + 1);
-        const bool last = t + count == tiles;
-        // The weights that come next are fetched meanwhile, a slice of both blocks with every tile of every 32 rows. (Beyond
+        const bool last = t + count == steps;
+        // The weights that come next are fetched meanwhile, a slice of both blocks with every step of every 32 rows. (Beyond
         // the matrix, a prefetch does nothing.)
         const int64_t fetched = item + (kExpands ? 2 : 1);
         const BlockPair& next = pairs[fetched % num_pairs];
         // So is a slice of the chunk of x that comes next; after the last one that is the first, for the next task.
         const int64_t lines = fetches_x ? divide_up(16, num_pairs) : 0, line = item % num_pairs * lines;
         const int64_t x_step = 64 * (lines < 16 - line ? lines : 16 - line), x_ahead = (last ? 0 : t + count) * 256 + line * 16;
-        Ahead ahead{w.tile(next.first, first_of(fetched)), w.tile(next.second, first_of(fetched)),
-                    round_up(divide_up(w.tile_bytes(), panels), 64), nullptr, nullptr, x_step};
-        Finisher finisher(a, pair);
+        Ahead ahead{kind.step(next.first, first_of(fetched)), kind.step(next.second, first_of(fetched)),
+                    round_up(divide_up(kind.step_bytes(), panels), 64), nullptr, nullptr, x_step};
+        Finisher<Kind> finisher(a, kind, pair);
         int64_t turn = 0;
         auto between = [&](int64_t) {
             finisher.step();
@@ -354,16 +394,17 @@ inline void linear_many_rows(const LinearArgs& a, int64_t chunk, bool fetches_x,
         for (int64_t row = begin; row < end; row += 32) {
             const bool two = row + 16 < end;
             float* c = sums + (item % num_pairs * panels + (row - begin) / 32) * 1024;
-            const uint32_t* x0 = x + (row / 16 * tiles + t) * 256;
-            const uint32_t* x1 = two ? x0 + tiles * 256 : x0;
-            ahead.x0 = x + row / 16 * tiles * 256 + x_ahead, ahead.x1 = ahead.x0 + (two ? tiles * 256 : 0);
+            const uint32_t* x0 = x + (row / 16 * steps + t) * 256;
+            const uint32_t* x1 = two ? x0 + steps * 256 : x0;
+            ahead.x0 = x + row / 16 * steps * 256 + x_ahead, ahead.x1 = ahead.x0 + (two ? steps * 256 : 0);
             t ? load_sums(c) : zero_sums();
             // One behind: the sums of the 32 rows before are finished while these are multiplied. And where these will
             // go is fetched, as the stores would wait for it.
             if (last)
                 for (int64_t r = row; r < row + 32 && r < end; r++)
                     _mm_prefetch(static_cast<const char*>(a.out) + (r * a.out_stride + pair.first * 16) * out_bytes, _MM_HINT_T0);
-            two ? multiply<true>(w0, w1, x0, x1, 16, count, ahead, between) : multiply<false>(w0, w1, x0, x1, 16, count, ahead, between);
+            two ? multiply<Kind, true>(w0, w1, x0, x1, 16, count, ahead, between)
+                : multiply<Kind, false>(w0, w1, x0, x1, 16, count, ahead, between);
             ahead.first += count * ahead.step;
             ahead.second += count * ahead.step;
             store_sums(c, true);
@@ -372,6 +413,68 @@ inline void linear_many_rows(const LinearArgs& a, int64_t chunk, bool fetches_x,
         }
         finisher.rest();
     }
+}
+
+// The pairs of blocks that a product is made of.
+struct BlockPairs {
+    int64_t num_blocks, count;
+    bool gated;
+
+    explicit BlockPairs(const LinearArgs& a)
+        : num_blocks(a.weight.num_blocks()), count(is_gated(a.epilogue) ? num_blocks / 2 : divide_up(num_blocks, 2)), gated(is_gated(a.epilogue)) {}
+    BlockPair operator[](int64_t i) const {
+        if (gated) return BlockPair{i, num_blocks / 2 + i, true};
+        bool second = 2 * i + 1 < num_blocks;
+        return BlockPair{2 * i, second ? 2 * i + 1 : 2 * i, second};
+    }
+};
+
+// Up to kFewRows rows; x_of(thread) has them, in tiles of `width`.
+template <class Kind, class X>
+inline void share_few_rows(const LinearArgs& a, const Kind& kind, int64_t width, const X& x_of, Context& context) {
+    const BlockPairs pairs(a);
+    // About 128 KB of weights a task: enough to stream, few enough to share out evenly.
+    const int64_t group = divide_up(131072, 2 * kind.num_steps() * kind.step_bytes());
+    const EvenTasks all_tasks(pairs.count, group, context.pool.size());
+    context.pool.run_parts(all_tasks.count, [&](ThreadPool::Tasks& tasks, int thread) {
+        int64_t task;
+        if (!tasks.take(task)) return;
+        Tiles configured(width);
+        uint8_t* scratch = context.thread_scratch[thread].get<uint8_t>(2 * 2 * kTileBytes);
+        const uint32_t* x = x_of(thread);
+        do for (int64_t i = all_tasks.begin(task); i < all_tasks.end(task); i++)
+            linear_few_rows(a, kind, x, width, pairs[i], pairs[i + 1 < pairs.count ? i + 1 : i], scratch);
+        while (tasks.take(task));
+    });
+}
+
+// More rows, x in tiles of 16.
+template <class Kind>
+inline void share_many_rows(const LinearArgs& a, const Kind& kind, const uint32_t* x, Context& context) {
+    const BlockPairs pairs(a);
+    const int64_t steps = kind.num_steps();
+    const Blocking& blocking = kBlockings[chosen_blocking.load(std::memory_order_relaxed)];
+    const int64_t chunk = blocking.chunk_tiles < steps ? blocking.chunk_tiles : steps;
+    // A row takes a chunk of x, and a sum for each feature of the group.
+    const int64_t fitting = context.cache * blocking.quarters / 4 / (chunk * 64 + blocking.group_pairs * 128) / 32 * 32;
+    const int64_t panel_rows = fitting < 32 ? 32 : fitting < kMostPanelRows ? fitting : kMostPanelRows;
+    const int64_t panels = divide_up(a.num_rows, panel_rows);
+    int64_t group = blocking.group_pairs;
+    while (group > 4 && pairs.count * panels < 2 * group * context.pool.size()) group /= 2;  // no thread waits long for another
+    const int64_t groups = divide_up(pairs.count, group);
+    context.pool.run(groups * panels, [&](int64_t task, int thread) {
+        Tiles configured;
+        uint8_t* scratch = context.thread_scratch[thread].get<uint8_t>(2 * 2 * chunk * kTileBytes);
+        int64_t first = task % groups * group, panel = task / groups;  // a panel of x is done with before the next
+        const int64_t last = first + group < pairs.count ? first + group : pairs.count;
+        BlockPair its_pairs[kMostGroupPairs];
+        for (int64_t i = first; i < last; i++) its_pairs[i - first] = pairs[i];
+        const int64_t begin = panel * panel_rows, end = begin + panel_rows < a.num_rows ? begin + panel_rows : a.num_rows;
+        float* sums = context.thread_scratch2[thread].get<float>(group * panel_rows / 32 * 1024);
+        kind.with_expander([&](const auto& expand) {
+            linear_many_rows(a, kind, chunk, blocking.fetches_x, x, its_pairs, last - first, begin, end, expand, scratch, sums);
+        });
+    });
 }
 
 inline void linear_amx(const LinearArgs& a, Context& context) {
@@ -393,54 +496,14 @@ inline void linear_amx(const LinearArgs& a, Context& context) {
     const bool own = row_blocks == 1 && a.out != a.x;
     uint32_t* shared_x = own ? nullptr : context.shared.get<uint32_t>(x_size);
     if (!own) context.pool.run(row_blocks, [&](int64_t i, int) { pack_rows(i, shared_x); });
-    const bool gated = is_gated(a.epilogue);
-    const int64_t num_blocks = w.num_blocks(), num_pairs = gated ? num_blocks / 2 : divide_up(num_blocks, 2);
-    auto pair = [&](int64_t i) {
-        if (gated) return BlockPair{i, num_blocks / 2 + i, true};
-        bool second = 2 * i + 1 < num_blocks;
-        return BlockPair{2 * i, second ? 2 * i + 1 : 2 * i, second};
-    };
-    const bool few = a.num_rows <= kFewRows;
-    const Blocking& blocking = kBlockings[chosen_blocking.load(std::memory_order_relaxed)];
-    const int64_t chunk = blocking.chunk_tiles < tiles ? blocking.chunk_tiles : tiles;
-    // A row takes a chunk of x, and a sum for each feature of the group.
-    const int64_t fitting = context.cache * blocking.quarters / 4 / (chunk * 64 + blocking.group_pairs * 128) / 32 * 32;
-    const int64_t panel_rows = fitting < 32 ? 32 : fitting < kMostPanelRows ? fitting : kMostPanelRows;
-    const int64_t panels = few ? 1 : divide_up(a.num_rows, panel_rows);
-    // About 128 KB of weights a task: enough to stream, few enough to share out evenly.
-    const int64_t pair_bytes = 2 * tiles * w.tile_bytes();
-    int64_t group = few ? divide_up(131072, pair_bytes) : blocking.group_pairs;
-    while (!few && group > 4 && num_pairs * panels < 2 * group * context.pool.size()) group /= 2;  // no thread waits long for another
-    if (few) {
-        const EvenTasks all_tasks(num_pairs, group, context.pool.size());
-        context.pool.run_parts(all_tasks.count, [&](ThreadPool::Tasks& tasks, int thread) {
-            int64_t task;
-            if (!tasks.take(task)) return;
-            Tiles configured(width);
-            bf16* scratch = context.thread_scratch[thread].get<bf16>(2 * 2 * chunk * 512);
-            uint32_t* x = own ? context.thread_scratch2[thread].get<uint32_t>(x_size) : shared_x;
-            if (own) pack_rows(0, x);
-            do for (int64_t i = all_tasks.begin(task); i < all_tasks.end(task); i++)
-                linear_few_rows(a, x, width, pair(i), pair(i + 1 < num_pairs ? i + 1 : i), scratch);
-            while (tasks.take(task));
-        });
-        return;
-    }
-    const int64_t groups = divide_up(num_pairs, group);
-    context.pool.run(groups * panels, [&](int64_t task, int thread) {
-        Tiles configured(width);
-        bf16* scratch = context.thread_scratch[thread].get<bf16>(2 * 2 * chunk * 512);
-        int64_t first = task % groups * group, panel = task / groups;  // a panel of x is done with before the next
-        const int64_t last = first + group < num_pairs ? first + group : num_pairs;
-        BlockPair pairs[kMostGroupPairs];
-        for (int64_t i = first; i < last; i++) pairs[i - first] = pair(i);
-        const int64_t begin = panel * panel_rows, end = begin + panel_rows < a.num_rows ? begin + panel_rows : a.num_rows;
-        float* sums = context.thread_scratch2[thread].get<float>(group * panel_rows / 32 * 1024);
-        auto multiply_with = [&](auto expand) {
-            linear_many_rows<decltype(expand)>(a, chunk, blocking.fetches_x, shared_x, pairs, last - first, begin, end, scratch, sums);
-        };
-        w.type == Type::bf16 ? multiply_with(AsTheyLie()) : with_expander(w.type, multiply_with);
-    });
+    const Bf16Tiles kind{w};
+    if (a.num_rows > kFewRows) return share_many_rows(a, kind, shared_x, context);
+    share_few_rows(a, kind, width, [&](int thread) {
+        if (!own) return shared_x;
+        uint32_t* x = context.thread_scratch2[thread].get<uint32_t>(x_size);
+        pack_rows(0, x);
+        return x;
+    }, context);
 }
 
 }  // namespace quire::QUIRE_NS
