@@ -1,7 +1,7 @@
 // What the AMX kernels share: tile set-up, and moving 16 x 16 values between rows and columns.
 //
 // All tiles are 16 rows of 64 bytes. A product is C[i][j] += sum over 32 k of A[i][k] * B[k][j] with A's rows as they lie
-// in memory and B as pairs of k: row p holds (k = 2p, k = 2p + 1) of column 0, of column 1, ...
+// in memory and B as pairs of k: row p holds (k = 2p, k = 2p + 1) of column 0, of column 1, ... Of bytes it is 64 k, and quads.
 #pragma once
 
 #include <immintrin.h>
@@ -16,7 +16,7 @@ namespace quire::QUIRE_NS {
 // Tiles belong to a thread and torch's own kernels set theirs: each task configures them and lets them go.
 class Tiles {
 public:
-    // `columns` of the B and C tiles, 0..3 and 6, 7; 4 and 5 are A.
+    // `columns` of the C tiles, 0..3, and of 6 and 7, which are B where that has fewer than 16; 4 and 5 are always whole.
     explicit Tiles(int64_t columns = 16) {
         alignas(64) struct {
             uint8_t palette = 1, start_row = 0, reserved[14] = {};

@@ -1,10 +1,11 @@
 // AMX tiles in plain C++, for CPUs that have AVX-512 but no AMX: the tests of that level then run there, slowly.
 //
-// Built with -DQUIRE_EMULATE_AMX=ON only. The sums are those of the hardware: products of pairs into two sums each, added
-// to the tile at the end.
+// Built with -DQUIRE_EMULATE_AMX=ON only. The sums are those of the hardware: of bf16, products of pairs into two sums each, added
+// to the tile at the end. Tiles that don't fit together end the process, as they do there.
 #pragma once
 
 #include <cstdint>
+#include <cstdlib>
 #include <cstring>
 
 namespace quire::QUIRE_NS {
@@ -32,8 +33,12 @@ inline void emulate_store(int tile, void* to, int64_t stride) {
     const EmulatedTile& t = emulated_tiles[tile];
     for (int i = 0; i < t.rows; i++) std::memcpy(static_cast<uint8_t*>(to) + i * stride, t.data[i], t.row_bytes);
 }
+inline void check_tiles(const EmulatedTile& c, const EmulatedTile& a, const EmulatedTile& b) {
+    if (c.rows != a.rows || c.row_bytes != b.row_bytes || a.row_bytes != 4 * b.rows) std::abort();
+}
 inline void emulate_product(int c, int a, int b) {
     EmulatedTile& out = emulated_tiles[c];
+    check_tiles(out, emulated_tiles[a], emulated_tiles[b]);
     auto value = [](const uint8_t* row, int i) {
         uint16_t half;
         std::memcpy(&half, row + 2 * i, 2);
@@ -55,6 +60,19 @@ inline void emulate_product(int c, int a, int b) {
         }
     }
 }
+// Of signed bytes in A and unsigned ones in B.
+inline void emulate_byte_product(int c, int a, int b) {
+    EmulatedTile& out = emulated_tiles[c];
+    check_tiles(out, emulated_tiles[a], emulated_tiles[b]);
+    for (int m = 0; m < out.rows; m++)
+        for (int n = 0; n < out.row_bytes / 4; n++) {
+            int32_t sum;
+            std::memcpy(&sum, out.data[m] + 4 * n, 4);
+            for (int k = 0; k < emulated_tiles[a].row_bytes; k++)
+                sum += int8_t(emulated_tiles[a].data[m][k]) * int32_t(emulated_tiles[b].data[k / 4][4 * n + k % 4]);
+            std::memcpy(out.data[m] + 4 * n, &sum, 4);
+        }
+}
 
 }  // namespace quire::QUIRE_NS
 
@@ -64,9 +82,11 @@ inline void emulate_product(int c, int a, int b) {
 #undef _tile_stored
 #undef _tile_zero
 #undef _tile_dpbf16ps
+#undef _tile_dpbsud
 #define _tile_loadconfig(config) emulate_loadconfig(config)
 #define _tile_release() ((void)0)
 #define _tile_loadd(tile, from, stride) emulate_load(tile, from, stride)
 #define _tile_stored(tile, to, stride) emulate_store(tile, to, stride)
 #define _tile_zero(tile) std::memset(emulated_tiles[tile].data, 0, sizeof emulated_tiles[tile].data)
 #define _tile_dpbf16ps(c, a, b) emulate_product(c, a, b)
+#define _tile_dpbsud(c, a, b) emulate_byte_product(c, a, b)

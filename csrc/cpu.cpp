@@ -27,8 +27,8 @@ bool amx_granted() { return true; }
 bool amx_granted() {
     unsigned a, b, c, d;
     if (!__get_cpuid_count(7, 0, &a, &b, &c, &d)) return false;
-    bool bf16 = d >> 22 & 1, tile = d >> 24 & 1;
-    if (!bf16 || !tile) return false;
+    bool bf16 = d >> 22 & 1, tile = d >> 24 & 1, int8 = d >> 25 & 1;
+    if (!bf16 || !tile || !int8) return false;
 #if defined(__linux__)
     constexpr long kArchReqXcompPerm = 0x1023, kTileData = 18;
     return syscall(SYS_arch_prctl, kArchReqXcompPerm, kTileData) == 0;

@@ -5,7 +5,7 @@
 #include "linear_int8.h"
 #include "operation.h"
 #if defined(__AMX_BF16__)
-#include "linear_amx.h"
+#include "linear_amx_int8.h"
 #elif defined(__AVX512BF16__)
 #include "linear_dot.h"
 #elif defined(__ARM_FEATURE_BF16_VECTOR_ARITHMETIC)
@@ -33,7 +33,13 @@ inline void linear(const LinearSpec& s, const Operands& o, Context& context) {
 #if defined(__AVX2__) && !defined(__AVX512F__)
     if (args.weight.paired && args.type == Type::bf16) return linear_pairs(args, context);
 #endif
-    if (args.weight.type == Type::w8a8 && !args.weight.paired) return linear_int8(args, context);
+    if (args.weight.type == Type::w8a8 && !args.weight.paired) {
+#if defined(__AMX_BF16__)
+        return linear_amx_int8(args, context);
+#else
+        return linear_int8(args, context);
+#endif
+    }
     if (args.weight.paired) return linear(args, context);
 #if defined(__AMX_BF16__)
     linear_amx(args, context);

@@ -116,6 +116,7 @@ public:
                 if (weight_format(Type(type)).has_pairs) product(Type(type), x, Epilogue::none, 24, 256, false, true);
                 if (Type(type) == Type::bf16 || Type(type) == Type::w8a8) product(Type(type), x, Epilogue::silu_mul, 64, 128, true);
             }
+        product(Type::w8a8, Type::bf16, Epilogue::none, 40, 1100, false);  // odd numbers of blocks and of their tiles
         product(Type::bf16, Type::bf16, Epilogue::gelu, 33, 299, true);
         product(Type::i4, Type::bf16, Epilogue::gelu_tanh_mul, 64, 160, true);
         for (Type x : {Type::f32, Type::bf16}) {

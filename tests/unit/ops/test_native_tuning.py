@@ -15,7 +15,7 @@ from quire.ops.native.structs import Epilogue, Type
 
 pytestmark = pytest.mark.skipif(library() is None, reason="no compiled kernels")
 
-TYPES = [Type.BF16, Type.BF16_TURNED, Type.I8, Type.I4, Type.Q4_K, Type.Q8_0, Type.U4_128]
+TYPES = [Type.BF16, Type.BF16_TURNED, Type.I8, Type.I4, Type.W8A8, Type.Q4_K, Type.Q8_0, Type.U4_128]
 
 
 @pytest.fixture
@@ -63,10 +63,13 @@ def test_all_ways_have_the_same_bits(
                 assert torch.equal(product(x[:rows]), expected[:rows]), (way, rows)
 
 
-def test_gated_products_have_the_same_bits_every_way(level: str, choose: Callable[[int], int]) -> None:
+@pytest.mark.parametrize(("type", "cols"), [(Type.I4, 576), (Type.W8A8, 576), (Type.W8A8, 608)])
+def test_gated_products_have_the_same_bits_every_way(
+    level: str, choose: Callable[[int], int], type: Type, cols: int
+) -> None:
     ways = ways_of(choose)
-    product = Product(matrix_of(Type.I4, 320, 576), torch.bfloat16, function=Epilogue.SILU_MUL)
-    x = draw(200, 576, dtype=torch.bfloat16)
+    product = Product(matrix_of(type, 320, cols), torch.bfloat16, function=Epilogue.SILU_MUL)
+    x = draw(200, cols, dtype=torch.bfloat16)
     expected = product(x[:30])  # these are few
     for way in ways:
         choose(way)
