@@ -457,8 +457,9 @@ inline void share_many_rows(const LinearArgs& a, const Kind& kind, const uint32_
     const int64_t chunk = blocking.chunk_tiles < steps ? blocking.chunk_tiles : steps;
     // A row takes a chunk of x, and a sum for each feature of the group.
     const int64_t fitting = context.cache * blocking.quarters / 4 / (chunk * 64 + blocking.group_pairs * 128) / 32 * 32;
-    const int64_t panel_rows = fitting < 32 ? 32 : fitting < kMostPanelRows ? fitting : kMostPanelRows;
-    const int64_t panels = divide_up(a.num_rows, panel_rows);
+    const int64_t most_rows = fitting < 32 ? 32 : fitting < kMostPanelRows ? fitting : kMostPanelRows;
+    // Even panels: one of a few rows would wait for its weights, from memory, longer than it multiplies.
+    const int64_t panels = divide_up(a.num_rows, most_rows), panel_rows = round_up(divide_up(a.num_rows, panels), 32);
     int64_t group = blocking.group_pairs;
     while (group > 4 && pairs.count * panels < 2 * group * context.pool.size()) group /= 2;  // no thread waits long for another
     const int64_t groups = divide_up(pairs.count, group);
