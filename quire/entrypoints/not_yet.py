@@ -12,12 +12,12 @@ from typing import Any
 
 from quire.config.engine_args import EngineArgs
 from quire.errors import ConfigError
-from quire.utils import keywords
+from quire.utils import answers as tables
 from quire.utils.suggest import nearest
 
 _PATH = Path(__file__).with_name("not_yet.txt")
-answers = partial(keywords.read_answers, _PATH)
-take_anyway = partial(keywords.take_anyway, _PATH)
+answers = partial(tables.read_answers, _PATH)
+take_anyway = partial(tables.take_anyway, _PATH)
 
 
 def engine_args(**kwargs: Any) -> EngineArgs:

@@ -36,7 +36,7 @@ from quire.entrypoints.server.middleware import PUBLIC_PATHS, ApiKeys, BaseURLs,
 from quire.entrypoints.server.responses_service import ResponsesService
 from quire.entrypoints.server.state import ServerState
 from quire.errors import ConfigError, QuireError
-from quire.utils.keywords import read_answers
+from quire.utils.answers import read_answers
 
 
 def build_app(state: ServerState | Fleet) -> FastAPI:

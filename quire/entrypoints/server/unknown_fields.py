@@ -13,7 +13,7 @@ from pydantic import BaseModel
 from starlette.responses import Response
 
 from quire.errors import InvalidRequestError, NotYetSupportedError
-from quire.utils.keywords import take_anyway
+from quire.utils.answers import take_anyway
 from quire.utils.logs import quoted
 
 logger = logging.getLogger("quire")
