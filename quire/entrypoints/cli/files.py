@@ -96,6 +96,17 @@ class OutputFile(str):
         return super().__new__(cls, path)
 
 
+class OutputFolder(str):
+    """Likewise the path of a folder for such files, which is made where there is none."""
+
+    def __new__(cls, path: str) -> "OutputFolder":
+        try:
+            os.makedirs(path, exist_ok=True)
+        except OSError as error:
+            raise ArgumentTypeError(f"{path}: {error.strerror}") from None
+        return super().__new__(cls, path)
+
+
 def write_text(path: str, flag: str, text: str) -> None:
     """Write a file; a ConfigError says why it can't be."""
     try:

@@ -20,7 +20,7 @@ from typing import Any
 
 from quire.config.engine_args import EngineArgs
 from quire.config.options import split_optional
-from quire.entrypoints.cli.files import OutputFile
+from quire.entrypoints.cli.files import OutputFile, OutputFolder
 from quire.errors import ConfigError
 from quire.utils.hub import hub_id
 
@@ -102,7 +102,7 @@ def add_typed_flag(
     """Add the flag of one field. Where the user leaves it out, the namespace has no such attribute.
 
     Args:
-        hint: the field's type: bool, int, float, str, OutputFile, Literal, list[str], a dict, or one of these or None.
+        hint: the type: bool, int, float, str, OutputFile, OutputFolder, Literal, list[str], a dict, or one or None.
         default: shown in the help, unless it is None or a bool.
         others: further spellings of the flag.
     """
@@ -119,7 +119,7 @@ def add_typed_flag(
         help_text += f" (on by default: {flag_name('no_' + name)} turns it off)" if default else ""
     else:
         readers: dict[Any, tuple[Any, str]] = {int: (human_int, "N"), float: (float, "X"), str: (str, "TEXT")}
-        readers |= {dict: (json_object, "JSON"), OutputFile: (OutputFile, "FILE")}
+        readers |= {dict: (json_object, "JSON"), OutputFile: (OutputFile, "FILE"), OutputFolder: (OutputFolder, "DIR")}
         reader, metavar = readers[typing.get_origin(hint) or hint]
         spec = {"type": reader, "metavar": metavar}
     if default not in (None, "") and hint is not bool:

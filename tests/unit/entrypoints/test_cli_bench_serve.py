@@ -109,6 +109,13 @@ def test_vllms_file_of_results(server: Any, bench: Any, tmp_path: Path) -> None:
     assert (figures["label"], "ttfts" in figures) == (None, False)
 
 
+def test_a_folder_of_results_that_cannot_be_is_told_of_before(server: Any, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit, match="2"):
+        main(["bench", "serve", "--base-url", server.url, "--save-result", "--result-dir", "/dev/null/x"])
+    assert "/dev/null/x: Not a directory" in capsys.readouterr().err
+    assert server.requests == []
+
+
 def test_requests_keep_connections_and_the_limit(server: Any, bench: Any) -> None:
     tell_vocabulary(server)
     figures = bench("--num-prompts", "12", "--max-concurrency", "3", "--random-input-len", "4")
@@ -243,6 +250,7 @@ def test_a_plot(server: Any, bench: Any, tmp_path: Path, capsys: pytest.CaptureF
         (["--burstiness", "2"], "burstiness needs a request_rate"),
         (["--goodput", "speed:1"], "goodput must be ttft, tpot or e2el"),
         (["--goodput", "ttft:fast"], "goodput must be"),
+        (["--metadata", "tp"], "metadata has a text without '='"),
         (["--request-rate", "0"], "request_rate must be a number, at least 1e-06, got 0.0"),
         (["--request-rate", "nan"], "request_rate must be a number"),
         (["--random-range-ratio", "1.5"], "random_range_ratio must be a number, from 0 to 1, got 1.5"),

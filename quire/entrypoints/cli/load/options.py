@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from quire.config.options import check_options, option
-from quire.entrypoints.cli.files import OutputFile
+from quire.entrypoints.cli.files import OutputFile, OutputFolder
 from quire.errors import ConfigError
 
 _RANDOM, _TRACE, _FILE = ("random",), ("trace",), ("trace", "custom", "sharegpt")
@@ -82,7 +82,7 @@ class LoadArgs:
     """The same, to a file whose name tells label, rate, model and time."""
     save_detailed: bool = option(False)
     """Have the file tell of each request, too."""
-    result_dir: str | None = option(None)
+    result_dir: OutputFolder | None = option(None)
     """Folder for --save-result, made where there is none; the current one by default."""
     result_filename: str | None = option(None)
     """Name of its file."""
@@ -113,11 +113,10 @@ class LoadArgs:
         return self.dataset_name == "trace" and self.request_rate is None
 
     def result_path(self, facts: Mapping[str, Any]) -> str:
-        """Where --save-result writes, named as vLLM does; its folder is there then."""
+        """Where --save-result writes, named as vLLM does."""
         held = "" if self.max_concurrency is None else f"-concurrency{self.max_concurrency}"
         rate, model = f"{facts['request_rate']}qps", facts["model_id"].split("/")[-1]
         name = self.result_filename or f"{facts['label'] or self.backend}-{rate}{held}-{model}-{facts['date']}.json"
-        os.makedirs(self.result_dir or ".", exist_ok=True)
         return os.path.join(self.result_dir or "", name)
 
     @property
