@@ -2,15 +2,11 @@
 
 from typing import Annotated, Any
 
-from pydantic import BeforeValidator, Field
+from pydantic import Field
 
 from quire.entrypoints.server.requests_common import MAX_PARTS, Fields, GenerationRequest, Objects, refuse
 
 _Parts = Annotated[list[str | dict[str, Any]], Field(fail_fast=True, max_length=MAX_PARTS)]
-
-
-def _bounded(given: object) -> object:
-    return None if given == -1 else given
 
 
 class ChatMessage(Fields):
@@ -62,7 +58,7 @@ class ChatCompletionRequest(GenerationRequest, Templated):
     """'none', 'auto', 'required', or an object: a function that is called, or allowed_tools."""
     parallel_tool_calls: bool | None = None
     """False: at most one call in an answer."""
-    thinking_token_budget: Annotated[int | None, BeforeValidator(_bounded)] = Field(None, ge=0, le=2**31)
+    thinking_token_budget: int | None = Field(None, ge=-1, le=2**31)
     """Most tokens of the thought, -1 for any number; needs a server that tells thoughts apart."""
     reasoning_effort: str | None = None
     """For a template that has such a variable."""

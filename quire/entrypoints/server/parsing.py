@@ -62,7 +62,8 @@ def plan_parsing(
         NoFormatError: the model has no way to call tools that is known.
         InvalidRequestError: it has no thoughts to bound, or there can be no grammar for what is asked.
     """
-    template, budget = template_of(state, body.chat_template, offer and offer.functions), body.thinking_token_budget
+    template = template_of(state, body.chat_template, offer and offer.functions)
+    budget = None if body.thinking_token_budget == -1 else body.thinking_token_budget
     thoughts = _thoughts(state, template)
     if budget is not None and thoughts is None:
         remedy = "leave it out, or start the server with --reasoning-parser"

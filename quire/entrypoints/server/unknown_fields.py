@@ -13,7 +13,7 @@ from pydantic import BaseModel
 from starlette.responses import Response
 
 from quire.errors import InvalidRequestError, NotYetSupportedError
-from quire.utils.answers import take_anyway
+from quire.utils.answers import read_answers, take_anyway
 from quire.utils.logs import quoted
 
 logger = logging.getLogger("quire")
@@ -41,14 +41,15 @@ def answer_vllms(body: BaseModel) -> None:
     Raises:
         InvalidRequestError: one asks for something that is not there.
     """
-    for name, value in [*(body.model_extra or {}).items()]:
+    extra = body.model_extra or {}  # a million, maybe
+    for name in sorted(read_answers(_VLLMS).keys() & extra.keys()):
+        is_long = isinstance(value := extra[name], list | dict) and len(value) > 0
         try:
-            is_taken = take_anyway(_VLLMS, name, value)
+            take_anyway(_VLLMS, name, "[...]" if is_long else value)  # which shows it as text
         except NotYetSupportedError as error:
             raise InvalidRequestError(str(error), name, "not_supported") from None
-        if is_taken:
-            delattr(body, name)
-            body.model_fields_set.remove(name)
+        delattr(body, name)
+        body.model_fields_set.remove(name)
 
 
 def ignore(body: BaseModel, name: str) -> None:
