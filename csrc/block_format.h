@@ -16,7 +16,7 @@
 namespace quire {
 
 enum class Type : int32_t {
-    f32, bf16, i8, i4, w8a8, bf16_turned, i8_turned,
+    f32, bf16, i8, i4, w8a8, w4a8, bf16_turned, i8_turned,
     q4_0, q4_1, q5_0, q5_1, q8_0, q2_k, q3_k, q4_k, q5_k, q6_k, iq4_nl, iq4_xs,
     u4_32, u4_128, u8_32, u8_128, f8_128, c4_32,
 };
@@ -79,6 +79,7 @@ constexpr WeightFormat weight_format(Type type) {
         case Type::w8a8: return {512, 1, true, true};
         case Type::i8_turned: return {512, 1, true, false};
         case Type::i4: return {288, 1, false, true};  // 16 scales in bf16, then 512 nibbles
+        case Type::w4a8: return {272, 1, true, true};  // 512 nibbles, then 16 multiples
         default: break;
     }
     const BlockFormat& blocks = block_format(type);

@@ -163,6 +163,7 @@ struct PlainTile {
         const int64_t codes = blocks ? block_format(m.type).scales() : 0;
         if (blocks) std::memcpy(bytes + codes, tile + codes, m.tile_bytes() - codes);
         if (m.type == Type::i4) std::memcpy(bytes, tile, 32);
+        if (m.type == Type::w4a8) std::memcpy(bytes + 256, tile + 256, 16);
         for (int64_t row = first; row < first + count; row++)
             for (int64_t c = 0; c < 32; c++) put(m.type, tile, row, c);
     }
@@ -176,6 +177,7 @@ private:
         else if (type == Type::i8) bytes[i8_offset(row, c)] = *byte < 128 ? *byte : uint8_t(128 | (256 - *byte));
         else if (type == Type::w8a8) bytes[w8a8_offset(row, c)] = *byte ^ 128;
         else if (type == Type::i4) move(32, 4);
+        else if (type == Type::w4a8) put_code(bytes, w4a8_place(row, c), 4, code(0, 4));
         else if (block_format(type).bits == 8) bytes[row * 32 + c] = *byte;
         else if (block_format(type).bits == 6) put_six(bytes, int(row), int(c), code(0, 4) | code(block_format(type).twos(), 2) << 4);
         else for_planes(block_format(type), [&](int offset, int, int bits) { move(offset, bits); });

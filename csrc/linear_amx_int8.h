@@ -13,18 +13,20 @@ namespace quire::QUIRE_NS {
 // Up to here VPDPBUSD takes less time than memory does: a KB of weights comes in 150 to 300 cycles, and each row takes 8 of them.
 constexpr int64_t kRowsOfVectors = kIntRows;
 
-// Pairs of tiles, copied: the last one is alone where there is an odd number, and what follows it may be no memory.
+// Pairs of tiles: codes as bytes, and bytes as they are, where an odd number of tiles leaves the last one alone and what follows it
+// may be no memory.
 class PairExpander {
 public:
-    explicit PairExpander(int64_t num_tiles) : num_tiles_(num_tiles) {}
+    explicit PairExpander(const Matrix& w) : num_tiles_(w.num_tiles()), codes_(w.type == Type::w4a8) {}
     void operator()(const uint8_t* tiles, int64_t step, uint8_t* out) const {
-        const int64_t bytes = 2 * step + 2 > num_tiles_ ? kTileBytes / 2 : kTileBytes;
-        std::memcpy(out, tiles, bytes);
+        const int64_t there = 2 * step + 2 > num_tiles_ ? 1 : 2, bytes = there * kTileBytes / 2;
+        codes_ ? expand_w4a8(tiles, there, out) : void(std::memcpy(out, tiles, bytes));
         std::memset(out + bytes, 0, kTileBytes - bytes);
     }
 
 private:
     int64_t num_tiles_;
+    bool codes_;
 };
 
 // Steps of two tiles. Those of sums are [16 rows of x][16 features], integers in the place of floats.
@@ -38,7 +40,7 @@ struct ByteTiles {
     const uint8_t* step(int64_t block, int64_t t) const { return w.tile(block, 2 * t); }
     template <class Body>
     void with_expander(const Body& body) const {
-        w.num_tiles() % 2 ? body(PairExpander(w.num_tiles())) : body(AsTheyLie());
+        w.num_tiles() % 2 || w.type == Type::w4a8 ? body(PairExpander(w)) : body(AsTheyLie());
     }
     void to_rows(const float* sums, int64_t first_row, int64_t count, float* out) const {
         for (int64_t r = 0; r < count; r++) {
@@ -51,7 +53,7 @@ struct ByteTiles {
 
 inline void linear_amx_int8(const LinearArgs& a, Context& context) {
     if (a.num_rows <= kRowsOfVectors) return linear_int8(a, context);
-    const auto rows = quantize_rows<16, 64>(a, context);
+    const auto rows = quantize_rows<16, 64>(a, false, context);
     const ByteTiles kind{a.weight, rows};
     const uint32_t* x = reinterpret_cast<const uint32_t*>(rows.panels);
     if (a.num_rows > kFewRows) return share_many_rows(a, kind, x, context);

@@ -2,7 +2,8 @@
 // are multiplied.
 //
 // Sums of integers are exact, so a row's bits are its own, whatever is computed beside it and in which order. Weights are
-// bytes around 128 and x is signed, as VPDPBUSD (AVX512_VNNI) wants them; what 128 adds is taken off at the end.
+// bytes around 128 and x is signed, as VPDPBUSD (AVX512_VNNI) wants them; what 128 adds is taken off at the end. Weights of four bits
+// become such bytes, or meet few rows as they are (w4a8.h).
 #pragma once
 
 #if defined(__AVX2__)
@@ -12,6 +13,7 @@
 #endif
 
 #include "linear.h"
+#include "w4a8.h"
 
 namespace quire::QUIRE_NS {
 
@@ -23,42 +25,55 @@ struct IntRows {
     const int8_t* panels;
     const float* scales;   // [rows]
     const int32_t* excess; // [rows] what 128 adds to the sums of a row
+    const int32_t* less;   // [panels][tiles][kRows] what 8 takes from the sums of 32 columns, or null
     int64_t panel_bytes;
 
     const int8_t* panel(int64_t first_row) const { return panels + first_row / kRows * panel_bytes; }
+    const int32_t* panel_less(int64_t first_row) const { return less + first_row / kRows * (panel_bytes / 32); }
 };
+
+inline int32_t sum_of(vi x) {
+    int32_t sum = 0;
+    for (int i = 0; i < kLanes; i++) sum += x[i];
+    return sum;
+}
 
 // The codes and scale of one row, as those of int8 weights are chosen (pack.h).
 template <int kRows, int kGroup>
-inline float quantize_row(const float* x, int64_t padded, int8_t* out, int32_t& excess) {
+inline float quantize_row(const float* x, int64_t padded, int8_t* out, int32_t& excess, int32_t* less) {
     const float most = largest_magnitude(x, padded), inverse = most > 0 ? 127.0f / most : 0.0f;
     vi total{};
-    for (int64_t i = 0; i < padded; i += kLanes) {
-        const vf bounded = min(max(round_product(load(x + i), inverse), splat(-127.0f)), splat(127.0f));
-        const vi codes = __builtin_convertvector(bounded, vi);
-        total += codes;
-        constexpr int kPiece = kGroup < kLanes ? kGroup : kLanes;
-        const vb bytes = __builtin_convertvector(codes, vb);
-        int8_t values[kLanes];
-        std::memcpy(values, &bytes, sizeof bytes);
-        for (int lane = 0; lane < kLanes; lane += kPiece) {
-            const int64_t column = i + lane;
-            std::memcpy(out + column / kGroup * kRows * kGroup + column % kGroup, values + lane, kPiece);
+    for (int64_t first = 0; first < padded; first += 32) {
+        vi tile{};
+        for (int64_t i = first; i < first + 32; i += kLanes) {
+            const vf bounded = min(max(round_product(load(x + i), inverse), splat(-127.0f)), splat(127.0f));
+            const vi codes = __builtin_convertvector(bounded, vi);
+            tile += codes;
+            constexpr int kPiece = kGroup < kLanes ? kGroup : kLanes;
+            const vb bytes = __builtin_convertvector(codes, vb);
+            int8_t values[kLanes];
+            std::memcpy(values, &bytes, sizeof bytes);
+            for (int lane = 0; lane < kLanes; lane += kPiece) {
+                const int64_t column = i + lane;
+                std::memcpy(out + column / kGroup * kRows * kGroup + column % kGroup, values + lane, kPiece);
+            }
         }
+        if (less) less[first / 32 * kRows] = -8 * sum_of(tile);
+        total += tile;
     }
-    int32_t sum = 0;
-    for (int i = 0; i < kLanes; i++) sum += total[i];
-    excess = 128 * sum;
+    excess = 128 * sum_of(total);
     return most / 127.0f;  // NaN where any of the row is: it shows
 }
 
+// `for_codes`: with what 8 takes from sums.
 template <int kRows, int kGroup>
-inline IntRows<kRows, kGroup> quantize_rows(const LinearArgs& a, Context& context) {
+inline IntRows<kRows, kGroup> quantize_rows(const LinearArgs& a, bool for_codes, Context& context) {
     const int64_t padded = round_up(a.weight.num_tiles() * 32, kGroup), num_panels = divide_up(a.num_rows, kRows);
-    const int64_t panel_bytes = kRows * padded;
-    int8_t* panels = context.shared.get<int8_t>(num_panels * (panel_bytes + kRows * 8));
+    const int64_t panel_bytes = kRows * padded, panel_tiles = panel_bytes / 32;
+    int8_t* panels = context.shared.get<int8_t>(num_panels * (panel_bytes + kRows * 8 + (for_codes ? panel_tiles * 4 : 0)));
     float* scales = reinterpret_cast<float*>(panels + num_panels * panel_bytes);
     int32_t* excess = reinterpret_cast<int32_t*>(scales + num_panels * kRows);
+    int32_t* less = for_codes ? excess + num_panels * kRows : nullptr;
     context.pool.run(num_panels, [&](int64_t panel, int thread) {
         float* values = context.thread_scratch[thread].get<float>(padded);
         for (int64_t i = a.weight.cols; i < padded; i++) values[i] = 0;
@@ -68,11 +83,12 @@ inline IntRows<kRows, kGroup> quantize_rows(const LinearArgs& a, Context& contex
                                                   : load_n(static_cast<const float*>(a.x) + row * a.x_stride + i, n);
                 store_n(values + i, v, n);
             });
-            int8_t* out = panels + panel * panel_bytes + row % kRows * kGroup;
-            scales[row] = quantize_row<kRows, kGroup>(values, padded, out, excess[row]);
+            const int64_t place = row % kRows;
+            int8_t* out = panels + panel * panel_bytes + place * kGroup;
+            scales[row] = quantize_row<kRows, kGroup>(values, padded, out, excess[row], less ? less + panel * panel_tiles + place : nullptr);
         }
     });
-    return {panels, scales, excess, panel_bytes};
+    return {panels, scales, excess, less, panel_bytes};
 }
 
 #if defined(__ARM_FEATURE_DOTPROD)
@@ -191,44 +207,59 @@ inline void int_tile(const uint8_t* const (&weights)[2], int64_t num_quads, cons
 #endif
 }
 
-template <int kBlocks>
-inline void int_tile_of(int64_t num_rows, const uint8_t* const (&weights)[2], int64_t num_quads, const int8_t* x, int32_t (*sums)[kIntRows * 16]) {
-    if (num_rows == 1) return int_tile<1, kBlocks>(weights, num_quads, x, sums);
-    if (num_rows == 2) return int_tile<2, kBlocks>(weights, num_quads, x, sums);
-    if (num_rows <= 4) return int_tile<4, kBlocks>(weights, num_quads, x, sums);
-    if (num_rows <= 8) return int_tile<8, kBlocks>(weights, num_quads, x, sums);
-    int_tile<kIntRows, kBlocks>(weights, num_quads, x, sums);
+// Calls body with a constant of at least so many rows: places in a panel without one are computed for nobody.
+template <class Body>
+inline void with_panel_rows(int64_t num_rows, const Body& body) {
+    if (num_rows == 1) return body(std::integral_constant<int, 1>());
+    if (num_rows == 2) return body(std::integral_constant<int, 2>());
+    if (num_rows <= 4) return body(std::integral_constant<int, 4>());
+    if (num_rows <= 8) return body(std::integral_constant<int, 8>());
+    body(std::integral_constant<int, kIntRows>());
 }
 
 inline void linear_int8(const LinearArgs& a, Context& context) {
     if (a.num_rows == 0) return;
-    const auto rows = quantize_rows<kIntRows, 4>(a, context);
     const Matrix& w = a.weight;
     const bool gated = is_gated(a.epilogue);
-    const int64_t quads = w.num_tiles() * 8, count = gated ? w.num_blocks() / 2 : w.num_blocks();
+    const bool codes = w.type == Type::w4a8 && a.num_rows <= kCodeRows, expands = w.type == Type::w4a8 && !codes;
+    const auto rows = quantize_rows<kIntRows, 4>(a, codes, context);
+    const int64_t tiles = w.num_tiles(), count = gated ? w.num_blocks() / 2 : w.num_blocks();
     const int64_t at_once = gated ? 1 : 2;  // blocks of the result; two of weights in any case
-    const int64_t pairs = divide_up(count, at_once), bytes = 2 * w.num_tiles() * w.tile_bytes();
+    const int64_t pairs = divide_up(count, at_once), block_bytes = tiles * (codes ? w.tile_bytes() : 512);
     // As many weights as stay in L2 while panels of x meet them in turn.
-    int64_t group = context.cache / 4 / bytes, fair = pairs / (4 * context.pool.size());  // no thread waits long for another
+    int64_t group = context.cache / 4 / (2 * block_bytes), fair = pairs / (4 * context.pool.size());  // no thread waits long for another
     group = group < fair ? group : fair;
     group = group < 1 ? 1 : group;
-    context.pool.run(divide_up(pairs, group), [&](int64_t task, int) {
+    auto others = [&](int64_t pair) { return gated ? pair + count : 2 * pair + 1; };  // of a pair's blocks the second, if there is one
+    context.pool.run(divide_up(pairs, group), [&](int64_t task, int thread) {
         alignas(64) int32_t sums[2][kIntRows * 16];
         alignas(64) float scaled[2][kIntRows * 16];
+        const int64_t begin = task * group, end = begin + group < pairs ? begin + group : pairs;
+        uint8_t* expanded = expands ? context.thread_scratch[thread].get<uint8_t>(2 * group * block_bytes) : nullptr;
+        for (int64_t pair = begin; expands && pair < end; pair++) {
+            uint8_t* to = expanded + (pair - begin) * 2 * block_bytes;
+            expand_w4a8(w.tile(pair * at_once, 0), tiles, to);
+            if (others(pair) < w.num_blocks()) expand_w4a8(w.tile(others(pair), 0), tiles, to + block_bytes);
+        }
         for (int64_t first = 0; first < a.num_rows; first += kIntRows) {
             const int64_t n = a.num_rows - first < kIntRows ? a.num_rows - first : kIntRows;
-            for (int64_t pair = task * group; pair < pairs && pair < (task + 1) * group; pair++) {
-                const int64_t block = pair * at_once, other = gated ? block + count : block + 1;
-                const uint8_t* weights[2] = {w.tile(block, 0), w.tile(other, 0)};
+            for (int64_t pair = begin; pair < end; pair++) {
+                const int64_t block = pair * at_once, other = others(pair);
                 const bool both = other < w.num_blocks();
-                if (both) int_tile_of<2>(n, weights, quads, rows.panel(first), sums);
-                else int_tile_of<1>(n, weights, quads, rows.panel(first), sums);
+                const uint8_t* weights[2] = {w.tile(block, 0), w.tile(other, 0)};
+                for (int b = 0; expands && b < 2; b++) weights[b] = expanded + ((pair - begin) * 2 + b) * block_bytes;
+                with_panel_rows(n, [&](auto rows_of_panel) {
+                    const int8_t* x = rows.panel(first);
+                    for (int b = 0; codes && b < 1 + both; b++) code_tile<rows_of_panel, kIntRows>(weights[b], tiles, x, rows.panel_less(first), sums[b]);
+                    if (codes) return;
+                    both ? int_tile<rows_of_panel, 2>(weights, tiles * 8, x, sums) : int_tile<rows_of_panel, 1>(weights, tiles * 8, x, sums);
+                });
                 for (int b = 0; b < 1 + both; b++)
                     for (int64_t m = 0; m < n; m++)
                         for (int i = 0; i < 16; i += kLanes) {
                             vi sum;
                             std::memcpy(&sum, sums[b] + m * 16 + i, sizeof sum);
-                            store(scaled[b] + m * 16 + i, __builtin_convertvector(sum - (kSignedSums ? 0 : rows.excess[first + m]), vf) * rows.scales[first + m]);
+                            store(scaled[b] + m * 16 + i, __builtin_convertvector(sum - (kSignedSums || codes ? 0 : rows.excess[first + m]), vf) * rows.scales[first + m]);
                         }
                 finish(a, {scaled[0], gated ? scaled[1] : nullptr, 16, 16, block * 16, other * 16, first, n});
                 if (both && !gated) finish(a, {scaled[1], nullptr, 16, 16, other * 16, 0, first, n});

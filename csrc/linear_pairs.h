@@ -4,7 +4,7 @@
 // 32 columns of a row of x share a power of 2, counted in which the largest takes 14 bits: the bf16 numbers down to 1/64 of it
 // stay what they are, and no smaller one is off by more than 1/16384 of it. Likewise 32 columns of a row of bf16 weights, in
 // 12 bits. Other weights are the integers that their codes are, and meet their scales afterwards: no weight is rounded.
-// Where x is to be rounded to eight bits (w8a8), all columns of a row share what they are counted in.
+// Where x is to be rounded to eight bits (w8a8, w4a8), all columns of a row share what they are counted in.
 // Sums of 32 columns are exact, and are added up in fp32 in the order of the columns: a row's bits are its own, however many
 // rows there are and whichever way below is taken.
 #pragma once
@@ -108,7 +108,7 @@ QUIRE_ONE_COPY inline float to_integers(const float* x, int16_t* numbers) {
 // x as integers: the rows of one panel.
 inline void fill_panel(const LinearArgs& a, int64_t panel, int groups, int zero, const PairedRows& out, Scratch& scratch) {
     const int64_t tiles = out.num_tiles, width = out.width;
-    const bool in_bytes = a.weight.type == Type::w8a8;
+    const bool in_bytes = a.weight.type == Type::w8a8 || a.weight.type == Type::w4a8;
     float* x = scratch.get<float>(tiles * 32);
     for (int64_t i = a.weight.cols; i < tiles * 32; i++) x[i] = 0;
     for (int64_t row = panel * width; row < a.num_rows && row < (panel + 1) * width; row++) {
@@ -186,6 +186,12 @@ struct PairedTile<Type::i8, false> {
     }
 };
 
+// Codes of four bits of a half, the columns' p-th pair.
+QUIRE_INLINE __m256i nibble_pair(const uint8_t* codes, int p) {
+    const __m256i words = _mm256_srli_epi16(load_words(codes + p / 4 * 32), p % 4 * 4);
+    return p % 4 == 3 ? words : _mm256_and_si256(words, _mm256_set1_epi16(15));
+}
+
 template <>
 struct PairedTile<Type::i4, false> {
     static constexpr int kGroups = 1, kZero = 8;
@@ -196,10 +202,20 @@ struct PairedTile<Type::i4, false> {
     QUIRE_ALWAYS void prepare() {}
     QUIRE_ALWAYS __m256 scale(int half, int) const { return (__m256)load(reinterpret_cast<const bf16*>(tile) + 8 * half); }
     QUIRE_ALWAYS __m256 shift(int, int) const { return _mm256_setzero_ps(); }
-    QUIRE_ALWAYS __m256i pair(int half, int p) const {
-        const __m256i words = _mm256_srli_epi16(load_words(tile + 32 + half * 128 + p / 4 * 32), p % 4 * 4);
-        return p % 4 == 3 ? words : _mm256_and_si256(words, _mm256_set1_epi16(15));
-    }
+    QUIRE_ALWAYS __m256i pair(int half, int p) const { return nibble_pair(tile + 32 + half * 128, p); }
+};
+
+template <>
+struct PairedTile<Type::w4a8, false> {
+    static constexpr int kGroups = 1, kZero = 8;
+    static constexpr bool kMade = false, kScaled = true, kShifted = false;
+    const uint8_t* tile;
+
+    QUIRE_ALWAYS void read(const uint8_t* from, int64_t) { tile = from; }
+    QUIRE_ALWAYS void prepare() {}
+    QUIRE_ALWAYS __m256 scale(int half, int) const { return (__m256)numbers_of(signed_bytes(tile + 256 + 8 * half)); }
+    QUIRE_ALWAYS __m256 shift(int, int) const { return _mm256_setzero_ps(); }
+    QUIRE_ALWAYS __m256i pair(int half, int p) const { return nibble_pair(tile + half * 128, p); }
 };
 
 template <>
@@ -421,6 +437,7 @@ inline void linear_pairs(const LinearArgs& a, Context& context) {
     if (a.weight.type == Type::bf16) return linear_paired<PairedTile<Type::bf16>>(a, context);
     if (a.weight.type == Type::i8 || a.weight.type == Type::w8a8) return linear_paired<PairedTile<Type::i8>>(a, context);
     if (a.weight.type == Type::i4) return linear_paired<PairedTile<Type::i4>>(a, context);
+    if (a.weight.type == Type::w4a8) return linear_paired<PairedTile<Type::w4a8>>(a, context);
     with_blocks(a.weight.type, [&](auto type) {
         if constexpr (block_format(type).has_integers()) linear_paired<PairedTile<type>>(a, context);
     });

@@ -6,11 +6,13 @@
 //   w8a8       the same codes plus 128, for products with x in eight bits, too: of four columns in turn the rows' four bytes.
 //   i4         -8..7 as 0..15, times one bf16 scale for a row's 32 columns. 16 scales, then 4 x 32 words: word c of
 //              group i holds column c of the rows 4i .. 4i+3, lowest nibble first.
+//   w4a8       -8..7 as 0..15, times the row's multiple for 32 columns, an integer of -15..15, and the row's scale: a product is of integers,
+//              then. The codes as pairs.h says, then 16 multiples in bytes.
 //   bf16_turned  as linear_dot.h multiplies them: of eight columns in turn the rows 0, 4, 8, 12, then 1, 5, 9, 13, ...
 //   i8_turned  i8's bytes likewise: 64 of them hold columns 0, 1, 4 and 5 of eight, then 2, 3, 6 and 7; in them 16 bytes the first two of
 //              rows 0 to 3 and their last two, then those of rows 4 to 7, ...
 //   q4_0 ...   blocks (blocks.h).
-// Paired tiles of bf16, i8, w8a8, i4 and blocks have the order of pairs.h; bytes are a two's complement there.
+// Paired tiles of bf16, i8, w8a8, i4, w4a8 and blocks have the order of pairs.h; bytes are a two's complement there.
 // i8 and i4 are symmetric, rounded to nearest; the i4 scale is the one of a few candidates with the least squared error.
 #pragma once
 
@@ -33,7 +35,7 @@ inline void put_bf16_row(const Matrix& m, uint8_t* tile, int64_t row, const bf16
     for_pieces(m.type, row, [&](int64_t at, int64_t c) { std::memcpy(reinterpret_cast<bf16*>(tile) + at, values + c, 16); });
 }
 
-// One tile's row of 32 values -> floats, without the row's scale in i8.
+// One tile's row of 32 values -> floats, without the row's scale in i8, w8a8 and w4a8.
 inline void unpack_tile_row(const Matrix& m, const uint8_t* tile, int64_t row, float* out) {
     if (m.paired) {
         Matrix plain = m;
@@ -64,6 +66,9 @@ inline void unpack_tile_row(const Matrix& m, const uint8_t* tile, int64_t row, f
         }
         case Type::w8a8:
             for (int c = 0; c < 32; c++) out[c] = float(tile[w8a8_offset(row, c)]) - 128.0f;
+            break;
+        case Type::w4a8:
+            for (int c = 0; c < 32; c++) out[c] = (float(code_at(tile, w4a8_place(row, c), 4)) - 8.0f) * float(int8_t(tile[256 + row]));
             break;
         default: {  // i4
             float scale = to_float(reinterpret_cast<const bf16*>(tile)[row]);
@@ -139,8 +144,33 @@ inline void pack_w8a8_row(const Matrix& m, int64_t row, const uint8_t* source) {
     std::memcpy(const_cast<float*>(m.scales) + row, source + m.cols, 4);
 }
 
-// The bf16 scale for 32 values, and their codes 0..15.
-inline bf16 quantize_i4(const float* x, int32_t* codes) {
+// The codes -8..7 nearest to values by a scale whose inverse this is.
+inline vf nearest_codes(vf x, float inverse) { return min(max(round_product(x, inverse), splat(-8.0f)), splat(7.0f)); }
+inline float inverse_of(float scale) { return scale != 0 ? 1.0f / scale : 0.0f; }
+
+// The sum of the squares by which 32 values are off as codes of this scale. Products and squares are rounded one by one and halves added
+// onto halves, whatever the lanes: the same sum on every level and in the twin.
+inline float squared_error(const float* x, float scale) {
+    alignas(64) float squares[32];
+    for (int c = 0; c < 32; c += kLanes) {
+        const vf v = load(x + c), d = v - plain(nearest_codes(v, inverse_of(scale)) * scale);
+        store(squares + c, plain(d * d));
+    }
+    for (int width = 16; width; width /= 2)
+        for (int c = 0; c < width; c++) squares[c] += squares[c + width];
+    return squares[0];
+}
+
+// The codes of 32 values, as 0..15.
+inline void put_nearest_codes(const float* x, float scale, int32_t* codes) {
+    for (int c = 0; c < 32; c += kLanes) {
+        const vi code = __builtin_convertvector(nearest_codes(load(x + c), inverse_of(scale)), vi) + 8;
+        std::memcpy(codes + c, &code, sizeof code);
+    }
+}
+
+// The bf16 scale for 32 values: NaN where one of them is no number.
+inline bf16 best_i4_scale(const float* x) {
     // The value of largest magnitude gets the code -8, which has no positive twin: its sign decides the scale's.
     float extreme = 0;
     for (int c = 0; c < 32; c++)
@@ -149,34 +179,38 @@ inline bf16 quantize_i4(const float* x, int32_t* codes) {
     float best_error = __builtin_inff();
     for (int candidate = 0; candidate < 9; candidate++) {
         bf16 scale = to_bf16(extreme / -(8.0f - 0.25f * float(candidate - 2)));  // -8.5 .. -6.5
-        float s = to_float(scale), inverse = s != 0 ? 1.0f / s : 0.0f;
-        // Squares rounded one by one and halves added onto halves, whatever the lanes: the same sum on every level and in
-        // the twin. (q * s is exact, so a fused difference rounds as the other does.)
-        alignas(64) float squares[32];
-        for (int c = 0; c < 32; c += kLanes) {
-            vf v = load(x + c);
-            vf q = min(max(round_product(v, inverse), splat(-8.0f)), splat(7.0f));
-            vf d = v - q * s;
-            store(squares + c, plain(d * d));
-        }
-        for (int width = 16; width; width /= 2)
-            for (int c = 0; c < width; c++) squares[c] += squares[c + width];
-        const float total = squares[0];
+        const float total = squared_error(x, to_float(scale));
         if (total < best_error) best_error = total, best_scale = scale;
     }
-    if (best_error == __builtin_inff()) best_scale = 0x7fc0;  // NaN or infinity among them: a broken weight shows
-    float s = to_float(best_scale), inverse = s != 0 ? 1.0f / s : 0.0f;
-    for (int c = 0; c < 32; c += kLanes) {
-        vf q = min(max(round_product(load(x + c), inverse), splat(-8.0f)), splat(7.0f));
-        vi code = __builtin_convertvector(q, vi) + 8;
-        std::memcpy(codes + c, &code, sizeof code);
-    }
-    return best_scale;
+    return best_error < __builtin_inff() ? best_scale : 0x7fc0;
 }
 
-inline void pack_row(const Matrix& m, int64_t row, const float* x) {  // x [tiles * 32], zeros beyond cols
+// A row's scale, and for 32 columns each the multiple of it that is nearest to their own best scale, or one beside it that leaves less error.
+inline void pack_w4a8_row(const Matrix& m, uint8_t* first_tile, int64_t row, const float* x, float* scales) {
+    for (int64_t t = 0; t < m.num_tiles(); t++) scales[t] = to_float(best_i4_scale(x + t * 32));
+    const float most = largest_magnitude(scales, m.num_tiles()), scale = most / 15.0f, inverse = most > 0 ? 15.0f / most : 0.0f;
+    const_cast<float*>(m.scales)[row] = scale;
+    for (int64_t t = 0; t < m.num_tiles(); t++, first_tile += m.tile_bytes(), x += 32) {
+        const float nearest = __builtin_fabsf(round_product(splat(scales[t]), inverse)[0]);
+        float best = 1, best_error = __builtin_inff();
+        for (int near = -1; near <= 1; near++) {
+            float multiple = nearest + float(near);
+            multiple = multiple < 1 ? 1 : multiple > 15 ? 15 : multiple;
+            if (scales[t] < 0) multiple = -multiple;
+            const float total = squared_error(x, multiple * scale);
+            if (total < best_error) best_error = total, best = multiple;
+        }
+        int32_t codes[32];
+        put_nearest_codes(x, best * scale, codes);
+        for (int c = 0; c < 32; c++) put_code(first_tile, m.paired ? paired_place(row % 16, c, 4) : w4a8_place(row % 16, c), 4, unsigned(codes[c]));
+        first_tile[256 + row % 16] = uint8_t(int8_t(best));
+    }
+}
+
+inline void pack_row(const Matrix& m, int64_t row, const float* x, float* scratch) {  // x [tiles * 32], zeros beyond cols; scratch [tiles]
     uint8_t* first = const_cast<uint8_t*>(m.tile(row / 16, 0));
     int64_t r = row % 16;
+    if (m.type == Type::w4a8) return pack_w4a8_row(m, first, row, x, scratch);
     if (m.scales) return pack_i8_row(m, first, row, x);
     for (int64_t t = 0; t < m.num_tiles(); t++) {
         uint8_t* tile = first + t * m.tile_bytes();
@@ -189,7 +223,8 @@ inline void pack_row(const Matrix& m, int64_t row, const float* x) {  // x [tile
             put_bf16_row(m, tile, r, rounded);
         } else {
             int32_t codes[32];
-            reinterpret_cast<bf16*>(tile)[r] = quantize_i4(values, codes);
+            const bf16 scale = reinterpret_cast<bf16*>(tile)[r] = best_i4_scale(values);
+            put_nearest_codes(values, to_float(scale), codes);
             for (int c = 0; c < 32; c++) put_code(tile + 32, m.paired ? paired_place(r, c, 4) : plain_place(r, c, 4), 4, unsigned(codes[c]));
         }
     }
@@ -201,7 +236,7 @@ inline void pack(const PackArgs& a, Context& context) {
     // A task owns whole blocks of 16 rows: in i4 four rows share a word.
     int64_t first_block = a.start / 16, last_block = (a.start + a.num_rows - 1) / 16;
     context.pool.run(a.num_rows ? last_block - first_block + 1 : 0, [&](int64_t task, int thread) {
-        float* values = context.thread_scratch[thread].get<float>(padded);
+        float* values = context.thread_scratch[thread].get<float>(padded + m.num_tiles());
         int64_t low = (first_block + task) * 16, high = low + 16;
         low = low < a.start ? a.start : low;
         high = high > a.start + a.num_rows ? a.start + a.num_rows : high;
@@ -231,7 +266,7 @@ inline void pack(const PackArgs& a, Context& context) {
                 store_n(values + i, v, count);
             });
             for (int64_t i = m.cols; i < padded; i++) values[i] = 0;
-            pack_row(m, row, values);
+            pack_row(m, row, values, values + padded);
         }
     });
 }

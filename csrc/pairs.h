@@ -16,7 +16,7 @@ constexpr int64_t paired_index(int64_t row, int64_t col) { return row / 8 * 256 
 
 inline int64_t i8_offset(int64_t row, int64_t col) { return (row / 2) * 64 + (col / 8) * 16 + (row % 2) * 8 + col % 8; }  // in a plain tile
 inline int64_t i8_turned_offset(int64_t row, int64_t col) { return (col / 8 * 2 + col / 2 % 2) * 64 + row / 4 * 16 + col / 4 % 2 * 8 + row % 4 * 2 + col % 2; }
-inline int64_t w8a8_offset(int64_t row, int64_t col) { return col / 4 * 64 + row * 4 + col % 4; }
+constexpr int64_t w8a8_offset(int64_t row, int64_t col) { return col / 4 * 64 + row * 4 + col % 4; }
 
 struct Place {  // of a code among words that several share
     int64_t word;
@@ -29,6 +29,11 @@ constexpr Place paired_place(int64_t row, int64_t col, int bits) {
 constexpr Place plain_place(int64_t row, int64_t col, int bits) {  // in a plain tile
     const int shared = 16 / bits;
     return {row / shared * 32 + col, int(row % shared) * bits};
+}
+// In a plain tile of w4a8, whose bytes have two codes of w8a8's order, 64 numbers apart.
+constexpr Place w4a8_place(int64_t row, int64_t col) {
+    const int64_t byte = col / 8 * 64 + w8a8_offset(row, col % 4);
+    return {byte / 2, int(byte % 2 * 8 + col / 4 % 2 * 4)};
 }
 
 inline unsigned code_at(const uint8_t* plane, Place at, int bits) {

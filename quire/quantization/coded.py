@@ -2,11 +2,12 @@
 
 Made as the checkpoint is loaded, they are the twins of the packed formats, for machines without the kernels: "int8"
 keeps one scale a row, "int4" one for 32 columns of a row; both are symmetric. "w8a8" is "int8" whose activations are
-rounded to eight bits, too, with a scale for each row. Codes and scales are those of csrc/pack.h; what is saved on a CPU
+rounded to eight bits, too, with a scale for each row; "w4a8" has four bits times a small integer for 32 columns there,
+which are kept here as the eight bits that they make. Codes and scales are those of csrc/pack.h; what is saved on a CPU
 is memory, not time: a product expands the whole matrix first.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 
 import torch
 from torch import Tensor
@@ -37,22 +38,41 @@ def quantize_int8(rows: Tensor) -> tuple[Tensor, Tensor]:
 
 def quantize_int4(rows: Tensor) -> tuple[Tensor, Tensor]:
     """float32 [N, K] -> codes int8 [N, K] in -8..7, scales float32 [N, groups] (bf16 values): the best of 9 scales."""
-    num_rows, num_columns = rows.shape
-    padded = torch.nn.functional.pad(rows, (0, -num_columns % GROUP)).view(num_rows, -1, GROUP)
-    extreme = padded.gather(2, padded.abs().argmax(2, keepdim=True))
-    best_error = torch.full_like(extreme, torch.inf)
-    best_scale, best_codes = torch.zeros_like(extreme), torch.zeros_like(padded)
-    for divisor in _SCALE_DIVISORS:
-        scale = (extreme / divisor).to(torch.bfloat16).float()
+    groups = _in_groups(rows)
+    extreme = groups.gather(2, groups.abs().argmax(2, keepdim=True))
+    scales, codes = _best(groups, ((extreme / divisor).to(torch.bfloat16).float() for divisor in _SCALE_DIVISORS))
+    return codes.flatten(1)[:, : rows.shape[1]].to(torch.int8), scales.squeeze(2)
+
+
+def quantize_w4a8(rows: Tensor) -> tuple[Tensor, Tensor]:
+    """float32 [N, K] -> int8 [N, K], float32 [N, 1]: codes -8..7 times a group's -15..15, for `quantize_int4`'s."""
+    own = quantize_int4(rows)[1].unsqueeze(2)
+    most = own.abs().amax(1, keepdim=True)
+    scale, inverse = most / 15.0, torch.where(most > 0, torch.full_like(most, 15.0) / most, torch.zeros_like(most))
+    nearest, sign = (own * inverse).round().abs(), torch.where(own < 0, -1.0, 1.0)
+    multiples = [(nearest + near).clamp(1, 15) * sign for near in (-1, 0, 1)]
+    scales, codes = _best(_in_groups(rows), (multiple * scale for multiple in multiples))
+    codes = codes * (scales * inverse).round().nan_to_num()  # where any is NaN, the row's scale is
+    return codes.flatten(1)[:, : rows.shape[1]].to(torch.int8), scale.squeeze(2)
+
+
+def _in_groups(rows: Tensor) -> Tensor:
+    """[N, K] -> [N, groups, GROUP], zeros beyond the last column."""
+    return torch.nn.functional.pad(rows, (0, -rows.shape[1] % GROUP)).view(len(rows), -1, GROUP)
+
+
+def _best(groups: Tensor, candidates: Iterable[Tensor]) -> tuple[Tensor, Tensor]:
+    """Of scales the first with the least squared error, NaN where a weight is NaN or infinite; and the codes -8..7."""
+    error = groups.new_full((*groups.shape[:2], 1), torch.inf)
+    best, best_codes = torch.full_like(error, torch.nan), torch.zeros_like(groups)
+    for scale in candidates:
         inverse = torch.where(scale != 0, 1.0 / scale, torch.zeros_like(scale))
-        codes = (padded * inverse).round().clamp(-8, 7)
-        error = _sum((padded - codes * scale).square())
-        better = error < best_error
-        best_error = torch.where(better, error, best_error)
-        best_scale = torch.where(better, scale, best_scale)
+        codes = (groups * inverse).round().clamp(-8, 7)
+        own_error = _sum((groups - codes * scale).square())
+        better = own_error < error
+        error, best = torch.where(better, own_error, error), torch.where(better, scale, best)
         best_codes = torch.where(better, codes, best_codes)
-    best_scale[best_error.isinf()] = torch.nan  # NaN or infinity among the weights shows
-    return best_codes.flatten(1)[:, :num_columns].to(torch.int8), best_scale.squeeze(2)
+    return best, best_codes
 
 
 def _sum(squares: Tensor) -> Tensor:
@@ -69,6 +89,7 @@ MADE: dict[str, tuple[Callable[[Tensor], tuple[Tensor, Tensor]], torch.dtype, in
     "int4": (quantize_int4, torch.uint8, GROUP),
     "fp8": (quantize_fp8, torch.float8_e4m3fn, None),
     "w8a8": (quantize_int8, torch.int8, None),
+    "w4a8": (quantize_w4a8, torch.int8, None),
 }
 
 
@@ -81,7 +102,7 @@ class Coded(QuantizationMethod):
 
     def __init__(self, kind: str) -> None:
         self.kind = kind
-        self.groups = kind != "w8a8"
+        self.groups = kind not in ("w8a8", "w4a8")
         self._dtype, self._span = KEPT[kind] if kind in KEPT else MADE[kind][1:]
 
     def create_weights(self, shape: MatrixShape, dtype: torch.dtype, name: str = "") -> dict[str, Tensor]:
@@ -108,7 +129,7 @@ class Coded(QuantizationMethod):
 
     def apply(self, weights: Mapping[str, Tensor], shape: MatrixShape, x: Tensor, *, wide: bool = False) -> Tensor:
         codes, scales, bias = weights["codes"], weights["scales"], weights.get("bias")
-        if self.kind == "w8a8":
+        if not self.groups:
             integers, own_scales = quantize_int8(x.float())
             out = ops.integer_linear(integers, codes) * own_scales * scales.t()
             return (out if bias is None else out + bias).to(x.dtype)

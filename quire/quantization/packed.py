@@ -17,14 +17,14 @@ from quire.quantization.base import MatrixShape, QuantizationMethod, TensorForm
 
 # (shape, dtype, name) -> zeroed memory, or what an earlier start left there under the name.
 Allocate = Callable[[tuple[int, ...], torch.dtype, str], Tensor]
-_MADE = {"int8": Type.I8, "int4": Type.I4, "w8a8": Type.W8A8}
+_MADE = {"int8": Type.I8, "int4": Type.I4, "w8a8": Type.W8A8, "w4a8": Type.W4A8}
 
 
 class Packed(QuantizationMethod):
-    """`packed` uint8 [blocks, tiles, bytes], `scales` float32 [out] in int8 and w8a8; `bias` [out] if there is one.
+    """`packed` uint8 [blocks, tiles, bytes], `scales` float32 [out] where a type has them; `bias` [out] or none.
 
     Args:
-        made: "int8", "int4" or "w8a8", made of floats; None keeps the model's own type.
+        made: "int8", "int4", "w8a8" or "w4a8", made of floats; None keeps the model's own type.
         dtype: the model's, float32 or bfloat16.
         allocate: where weights live.
         filled: what `allocate` returns holds the packed weights already.

@@ -114,7 +114,7 @@ public:
             for (Type x : {Type::f32, Type::bf16}) {
                 product(Type(type), x, Epilogue::none, 24, 256, false);
                 if (weight_format(Type(type)).has_pairs) product(Type(type), x, Epilogue::none, 24, 256, false, true);
-                if (Type(type) == Type::bf16 || Type(type) == Type::w8a8) product(Type(type), x, Epilogue::silu_mul, 64, 128, true);
+                if (Type(type) == Type::bf16 || Type(type) == Type::w8a8 || Type(type) == Type::w4a8) product(Type(type), x, Epilogue::silu_mul, 64, 128, true);
             }
         product(Type::w8a8, Type::bf16, Epilogue::none, 40, 1100, false);  // odd numbers of blocks and of their tiles
         product(Type::bf16, Type::bf16, Epilogue::gelu, 33, 299, true);
@@ -195,7 +195,7 @@ private:
             if (std::memcmp(found.data(), all.data() + first * width, found.size() * 4))
                 fail(std::string(kernels_->name) + ": " + name + ": " + std::to_string(count) + " rows differ from the same among all");
         }
-        const bool integers = type == Type::w8a8 && !paired;
+        const bool integers = (type == Type::w8a8 || type == Type::w4a8) && !paired;
         const bool floats = integers || paired || x_type == Type::f32 || type == Type::f32;  // on every level of Arm
         keep(name, integers && !whole ? Promise::exact : floats ? Promise::sums : Promise::products, all);
     }

@@ -23,7 +23,8 @@ from quire.quantization.coded import quantize_int8
 
 DTYPES = [torch.float32, torch.bfloat16]
 # What a dense matrix is packed as.
-DENSE = [Type.F32, Type.BF16, Type.I8, Type.I4, Type.W8A8, Type.BF16_TURNED, Type.I8_TURNED]
+DENSE = [Type.F32, Type.BF16, Type.I8, Type.I4, Type.W8A8, Type.W4A8, Type.BF16_TURNED, Type.I8_TURNED]
+IN_BYTES = [Type.W8A8, Type.W4A8]  # that meet rows rounded to eight bits
 EPSILON = {torch.float32: 2.0**-24, torch.bfloat16: 2.0**-8}  # largest relative error of one rounding
 MAX_ROWS = 300
 ROWS = [*range(1, 71), 129, 255, 256, 257, MAX_ROWS]
@@ -66,7 +67,7 @@ def packed(dense: Tensor, type: Type, paired: bool = False) -> PackedMatrix:
 def as_multiplied(x: Tensor, type: Type) -> Tensor:
     """Rows as a product with weights of this type takes them."""
     codes, scales = quantize_int8(x.float())
-    return codes * scales if type is Type.W8A8 else x
+    return codes * scales if type in IN_BYTES else x
 
 
 def run(program: Program, inputs: list[Tensor], width: int, dtype: torch.dtype, step: StepData | None = None) -> Tensor:

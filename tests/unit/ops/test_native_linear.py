@@ -7,6 +7,7 @@ from native_cases import (
     DTYPES,
     EPSILON,
     FUNCTIONS,
+    IN_BYTES,
     MAX_ROWS,
     ROWS,
     SHAPES,
@@ -24,6 +25,7 @@ from unpacking import unpacked
 from quire import ops
 from quire.ops.native.builder import ProgramBuilder, recorded
 from quire.ops.native.structs import GATED, Epilogue, Type
+from quire.quantization.coded import quantize_int8, quantize_w4a8
 
 
 @pytest.mark.sweep
@@ -134,7 +136,7 @@ def test_nan_and_infinity_stay_in_their_rows(level: str, dtype: torch.dtype, typ
     assert torch.equal(found[others], clean[others])
     assert found[1].isnan().all()
     assert not found[2].isfinite().any()
-    if type is Type.W8A8:  # whose row has an infinite scale: infinite or no number
+    if type in IN_BYTES:  # whose row has an infinite scale: infinite or no number
         return
     expected = (x[2].double() @ unpacked(matrix).double().t()).to(dtype)
     assert torch.equal(found[2].isinf() * found[2].sign(), expected.isinf() * expected.sign())
@@ -158,6 +160,20 @@ def test_threads_share_a_product_out(level: str, type: Type, features: int) -> N
             product = Product(matrix, x.dtype)
             for rows in (1, 4, 12, 24, 25, 40):
                 assert torch.equal(product(x[:rows]), whole[:rows]), (num_threads, rows)
+
+
+@pytest.mark.parametrize("type", IN_BYTES)
+def test_products_of_integers_are_the_twins(level: str, type: Type) -> None:
+    """Bit for bit, of whole rows of the largest codes, too, of either sign: no sum of theirs leaves its bits."""
+    dense, x = draw(53, 2100), draw(40, 2100, dtype=torch.bfloat16, seed=1)
+    dense[:17], dense[17:34], x[::3], x[1::3] = 3.0, -3.0, 5.0, -5.0
+    codes, scales = (quantize_int8 if type is Type.W8A8 else quantize_w4a8)(dense)
+    assert codes.abs().amax() == (127 if type is Type.W8A8 else 120)
+    integers, own_scales = quantize_int8(x.float())
+    expected = (integers.double() @ codes.double().t()).float() * own_scales * scales.t()
+    product = Product(packed(dense, type), torch.bfloat16, out_dtype=torch.float32)
+    for rows in (1, 2, 4, 8, 12, 13, 40):
+        assert torch.equal(product(x[:rows]), expected[:rows]), rows
 
 
 @pytest.mark.parametrize("rows", [1, 5, 20, 40])

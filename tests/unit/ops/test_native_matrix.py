@@ -9,7 +9,7 @@ from unpacking import unpacked
 from quire.ops.native.library import Target
 from quire.ops.native.matrix import PackedMatrix, weight_format
 from quire.ops.native.structs import Type
-from quire.quantization.coded import quantize_int4, quantize_int8
+from quire.quantization.coded import quantize_int4, quantize_int8, quantize_w4a8
 
 SOURCES = [torch.float32, torch.bfloat16, torch.float16, torch.float64]
 
@@ -37,6 +37,8 @@ def test_what_comes_out_is_what_the_twins_keep(level: str, source: torch.dtype, 
         assert torch.equal(unpacked(packed(dense, type)), codes * scales)
     assert torch.equal(unpacked(packed(dense, Type.W8A8)), codes * scales)
     assert torch.equal(unpacked(packed(dense, Type.I4)), expanded(*quantize_int4(dense.float())))
+    codes, scales = quantize_w4a8(dense.float())
+    assert torch.equal(unpacked(packed(dense, Type.W4A8)), codes * scales)
 
 
 def test_rows_of_a_checkpoint_are_kept_as_they_are(level: str) -> None:
@@ -54,7 +56,7 @@ def test_rows_of_a_checkpoint_are_kept_as_they_are(level: str) -> None:
 
 def test_quantization_is_as_good_as_its_bits(level: str) -> None:
     dense = draw(64, 256)
-    for type, bound in ((Type.I8, 0.008), (Type.I4, 0.1)):
+    for type, bound in ((Type.I8, 0.008), (Type.I4, 0.1), (Type.W4A8, 0.1)):
         error = (unpacked(packed(dense, type)) - dense).square().mean().sqrt()
         assert bound / 3 < error < bound
 
@@ -84,7 +86,7 @@ def test_parts_in_any_order_and_layout(level: str, type: Type) -> None:
 def test_every_level_packs_alike(level: str, type: Type) -> None:
     """A file of packed weights is good for every level."""
     dense = draw(40, 100)
-    if type is Type.I4:  # many groups in which two scales are equally good but for the order of summation
+    if type in (Type.I4, Type.W4A8):  # many groups in which two scales are equally good but for the order of summation
         dense = torch.randint(-20, 21, (20_000, 320), generator=torch.Generator().manual_seed(0)) * 0.1
     here = packed(dense, type)
     there = empty(*dense.shape, type)
@@ -93,7 +95,7 @@ def test_every_level_packs_alike(level: str, type: Type) -> None:
     assert torch.equal(here.data, there.data)
 
 
-@pytest.mark.parametrize("type", [Type.I8, Type.I4])
+@pytest.mark.parametrize("type", [Type.I8, Type.I4, Type.W4A8])
 def test_rows_of_zeros_and_ends_of_the_range(level: str, type: Type) -> None:
     dense = torch.zeros(4, 64)
     dense[1, 0], dense[1, 32], dense[2, 5], dense[2, 33], dense[3] = 3.0, -3.0, 1e-12, -1e12, 1.0
@@ -117,9 +119,10 @@ def test_a_broken_weight_shows(level: str, type: Type, broken: float, place: int
     found = unpacked(packed(dense, type))
     assert found[[0, 2]].isfinite().all()
     assert not found[1, place].isfinite()
-    if type in (Type.I8, Type.I4):
-        codes, scales = (quantize_int8 if type is Type.I8 else quantize_int4)(dense)
-        twin = codes * scales if type is Type.I8 else expanded(codes, scales)
+    twins = {Type.I8: quantize_int8, Type.I4: quantize_int4, Type.W4A8: quantize_w4a8}
+    if type in twins:
+        codes, scales = twins[type](dense)
+        twin = expanded(codes, scales) if type is Type.I4 else codes * scales
         assert torch.equal(twin.isfinite(), found.isfinite())
 
 

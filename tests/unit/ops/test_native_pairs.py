@@ -8,6 +8,7 @@ import torch
 from native_cases import (
     DTYPES,
     FUNCTIONS,
+    IN_BYTES,
     MAX_ROWS,
     ROWS,
     SHAPES,
@@ -29,7 +30,7 @@ from quire.ops.native.structs import GATED, Epilogue, Type
 from quire.quantization.coded import quantize_int4
 
 BF16 = torch.bfloat16
-MADE = [Type.BF16, Type.I8, Type.W8A8, Type.I4]
+MADE = [Type.BF16, Type.I8, Type.W8A8, Type.I4, Type.W4A8]
 KEPT = [type for type in BLOCKS + OWN if type not in (Type.F8_128, Type.C4_32)]  # whose codes are no integers
 
 
@@ -51,7 +52,7 @@ def as_integers(x: Tensor, bits: int) -> Tensor:
 def expected(x: Tensor, values: Tensor, type: Type) -> Tensor:
     """x @ values.T in float64 as the integers give it."""
     weights = as_integers(values, 12) if type is Type.BF16 else values.double()
-    return (as_multiplied(x, type).double() if type is Type.W8A8 else as_integers(x, 14)) @ weights.t()
+    return (as_multiplied(x, type).double() if type in IN_BYTES else as_integers(x, 14)) @ weights.t()
 
 
 def exact_int4(dense: Tensor) -> Tensor:

@@ -58,7 +58,7 @@ def recorded(function: Any, *inputs: Tensor, width: int, dtype: torch.dtype) -> 
 
 def test_registry() -> None:
     types = {None: (Type.BF16, Type.BF16), "int8": (Type.I8, Type.I8), "int4": (Type.I4, Type.I8)}
-    for name, expected in (types | {"w8a8": (Type.W8A8, Type.I8)}).items():
+    for name, expected in (types | {"w8a8": (Type.W8A8, Type.I8), "w4a8": (Type.W4A8, Type.I8)}).items():
         packed, plain = select_formats(name, BF16, zeros), select_formats(name, BF16, None)
         for method, twin, type in zip(
             (packed.linear, packed.table), (plain.linear, plain.table), expected, strict=True
@@ -88,7 +88,7 @@ def test_a_level_may_have_an_order_of_its_own() -> None:
         assert linear.type is type
 
 
-@pytest.mark.parametrize("made", [None, "int8", "int4", "w8a8"])
+@pytest.mark.parametrize("made", [None, "int8", "int4", "w8a8", "w4a8"])
 @pytest.mark.parametrize("dtype", [F32, BF16])
 def test_a_packed_layer_is_its_twin(level: str, dtype: torch.dtype, made: str | None) -> None:
     method = Packed(made, dtype, zeros)
@@ -103,7 +103,7 @@ def test_a_packed_layer_is_its_twin(level: str, dtype: torch.dtype, made: str | 
     torch.testing.assert_close(wide, twin(x).float(), atol=bound, rtol=bound)
 
 
-@pytest.mark.parametrize("made", ["int8", "int4", "fp8", "w8a8"])
+@pytest.mark.parametrize("made", ["int8", "int4", "fp8", "w8a8", "w4a8"])
 @pytest.mark.parametrize("dtype", [F32, BF16])
 def test_a_twin_is_near_what_it_was_given(made: str, dtype: torch.dtype) -> None:
     method, shape = Coded(made), MatrixShape(100, 2500, bias=True)  # more rows than are expanded at once
@@ -115,21 +115,21 @@ def test_a_twin_is_near_what_it_was_given(made: str, dtype: torch.dtype) -> None
         assert (weights["codes"].dtype, weights["codes"].shape) == (torch.uint8, (2500, 64))
     else:
         assert weights["codes"].dtype == (torch.float8_e4m3fn if made == "fp8" else torch.int8)
-        assert weights["codes"].float().abs().amax() == (448 if made == "fp8" else 127)
+        assert weights["codes"].float().abs().amax() == {"fp8": 448, "w4a8": 120}.get(made, 127)
     assert weights["scales"].shape == (2500, 1 if made != "int4" else 4)
     x = draw(70, 100, dtype=dtype, seed=2)
     found = method.apply(weights, shape, x)
     assert found.dtype == dtype
     expected = x.float() @ dense.t() + bias
     error = (found.float() - expected).square().mean().sqrt() / expected.std()
-    assert error < {"int4": 0.1, "fp8": 0.03}.get(made, 0.01)
+    assert error < {"int4": 0.1, "w4a8": 0.1, "fp8": 0.03}.get(made, 0.01)
     assert method.apply(weights, shape, x, wide=True).dtype in (F32, dtype)
     for rows in (1, 33):
         assert torch.equal(method.apply(weights, shape, x[5 : 5 + rows]), found[5 : 5 + rows])
     ids = torch.tensor([2499, 0, 3])
     rows = method.lookup(weights, shape, ids, dtype)
     assert rows.dtype == dtype
-    assert (rows.float() - dense[ids]).abs().max() < {"int4": 0.6, "fp8": 0.2}.get(made, 0.03)
+    assert (rows.float() - dense[ids]).abs().max() < {"int4": 0.6, "w4a8": 0.6, "fp8": 0.2}.get(made, 0.03)
 
 
 @pytest.mark.parametrize("num_columns", [1, 32, 40, 64, 100])
