@@ -1,8 +1,9 @@
 """What weight-only quantization costs: python benchmarks/quantization_loss.py MODEL [TEXT] [--others CHECKPOINT ...]
 
 Perplexity of the model on the text (windows of tokens, each predicted from its own beginning) with the weights as they
-are, in int8, int4 and w8a8, and of quantized checkpoints of the same model; and the error of the log-probabilities from
-the unquantized ones. Without TEXT random tokens are used, which say nothing about perplexity, but do about the error.
+are, in int8, int4, w8a8 and w4a8, and of quantized checkpoints of the same model; and the error of the
+log-probabilities from the unquantized ones. Without TEXT random tokens are used, which say nothing about perplexity,
+but do about the error.
 """
 
 import argparse
@@ -18,6 +19,7 @@ FORMATS: tuple[dict[str, str], ...] = (
     {"quantization": "int8"},
     {"quantization": "int4"},
     {"quantization": "w8a8"},
+    {"quantization": "w4a8"},
     {"kv_cache_dtype": "int8"},
 )
 

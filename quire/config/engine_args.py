@@ -25,7 +25,9 @@ from quire.utils.hub import HEAD_PATTERNS, resolve_model_path
 logger = logging.getLogger(__name__)
 
 _SWAP_SPACE_FOR_DISK = 1.0  # GiB, where nothing else is said
-_Method = Literal["int8", "int4", "w8a8", "gptq", "awq", "fp8", "compressed-tensors", "bitsandbytes", "mxfp4", "gguf"]
+_Method = Literal[
+    "int8", "int4", "w8a8", "w4a8", "gptq", "awq", "fp8", "compressed-tensors", "bitsandbytes", "mxfp4", "gguf"
+]
 _Kernels = Literal["auto", "amx", "avx512_bf16", "avx512", "avx2", "neon_bf16", "neon_dot", "portable", "torch"]
 MAX_LORA_RANK = 256
 _OF_MODEL = ("dtype", "max_model_len", "revision", "seed", "hf_overrides", "load_format", "download_dir")  # its options
@@ -54,8 +56,9 @@ class EngineArgs:
     """Weights and activations: auto (the checkpoint's), float32, bfloat16, float16."""
     quantization: _Method | None = option(None, short="-q")
     """Weight quantization made at load time: 'int8' (a scale per row) or 'int4' (one per 32 weights of a row), or
-    'w8a8' (int8, and activations in eight bits with a scale per token: twice the speed of long prompts); with
-    device='cuda' also 'fp8'. A quantized checkpoint's own is recognized; naming it asserts that it is so."""
+    'w8a8' (int8, and activations in eight bits with a scale per token: twice the speed of long prompts), or 'w4a8'
+    (likewise with about int4's weights); with device='cuda' also 'fp8'. A quantized checkpoint's own is recognized;
+    naming it asserts that it is so."""
     device: Literal["auto", "cuda", "cpu"] = option("auto")
     """Where the model runs: a GPU where torch finds one, unless 'cpu' is asked for."""
     fast_gemm: bool = option(False)

@@ -14,7 +14,7 @@ from quire.errors import ConfigError, ModelLoadError, NotYetSupportedError
 
 logger = logging.getLogger(__name__)
 
-MADE_METHODS = ("int8", "int4", "w8a8")  # of plain checkpoints, as weights are loaded
+MADE_METHODS = ("int8", "int4", "w8a8", "w4a8")  # of plain checkpoints, as weights are loaded
 METHODS = ("gptq", "awq", "fp8", "compressed-tensors", "bitsandbytes", "mxfp4")
 _ALIASES = {"fbgemm_fp8": "fp8", "gptqmodel": "gptq", "auto_gptq": "gptq", "compressed_tensors": "compressed-tensors"}
 _OLDER_FILES = ("quantize_config.json", "quant_config.json")  # of GPTQ's and AWQ's tools
@@ -79,7 +79,7 @@ def check_method(requested: str | None, config: Mapping[str, Any], model: str, o
     if not found and not made:
         raise ConfigError(
             f"quantization={requested!r} contradicts model {model!r}, whose config.json says that its weights are not "
-            "quantized: leave it out, or choose 'int8', 'int4' or 'w8a8', which are made as weights are loaded."
+            "quantized: leave it out, or choose 'int8', 'int4', 'w8a8' or 'w4a8', made as weights are loaded."
         )
     return requested or method
 

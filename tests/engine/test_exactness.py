@@ -393,7 +393,7 @@ def test_exactness_on_further_levels(
 
 
 COMPRESSED: list[dict[str, str]] = [
-    *({"quantization": name} for name in ("int8", "int4", "w8a8")),
+    *({"quantization": name} for name in ("int8", "int4", "w8a8", "w4a8")),
     {"kv_cache_dtype": "int8"},
 ]
 

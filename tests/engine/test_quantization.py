@@ -78,7 +78,8 @@ def test_native_bfloat16_is_nearer_to_float32_than_torchs(read, exact: Reading, 
 @pytest.mark.parametrize("kernels", ["auto", TORCH])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize(
-    ("quantization", "error", "loss"), [("int8", 0.0055, 1.5e-3), ("w8a8", 0.013, 5e-3), ("int4", 0.047, 0.016)]
+    ("quantization", "error", "loss"),
+    [("int8", 0.0055, 1.5e-3), ("w8a8", 0.013, 5e-3), ("int4", 0.047, 0.016), ("w4a8", 0.05, 0.02)],
 )
 def test_quality_of_quantized_weights(
     read, exact: Reading, quantization: str, error: float, loss: float, dtype: str, kernels: str
@@ -97,9 +98,10 @@ def test_torch_and_native_quantize_alike(read, quantization: str, native: str) -
 
 
 @pytest.mark.slow
-def test_torch_and_native_round_activations_alike(read, native: str) -> None:
+@pytest.mark.parametrize("quantization", ["w8a8", "w4a8"])
+def test_torch_and_native_round_activations_alike(read, quantization: str, native: str) -> None:
     """But where a sum's last bit decides which of two codes is nearer."""
-    ours, torchs = (read(dtype="float32", quantization="w8a8", kernels=k) for k in ("auto", TORCH))
+    ours, torchs = (read(dtype="float32", quantization=quantization, kernels=k) for k in ("auto", TORCH))
     assert ours.error(torchs) < 0.01
     assert ours.perplexity == pytest.approx(torchs.perplexity, rel=2e-3)
 
@@ -123,7 +125,7 @@ def test_quantized_text_is_text(native: str) -> None:
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"quantization": "int3"}, r"quantization must be one of None, 'int8', 'int4', 'w8a8', .* got 'int3'"),
+        ({"quantization": "int3"}, r"quantization must be one of None, 'int8', 'int4', 'w8a8', 'w4a8', .* got 'int3'"),
         ({"quantization": "awq"}, "quantization='awq' contradicts model 'demo', .* not quantized"),
         ({"kv_cache_dtype": "fp8"}, r"kv_cache_dtype='fp8' is for GPUs; a CPU has 'int8'"),
         ({"kv_cache_dtype": "fp16"}, r"kv_cache_dtype must be one of 'auto', 'int8', 'fp8', got 'fp16'"),
