@@ -63,8 +63,9 @@ inline void code_tile([[maybe_unused]] const uint8_t* tile, [[maybe_unused]] int
     __m512i total[kRows];
     for (__m512i& sum : total) sum = _mm512_setzero_si512();
     const __m512i low = _mm512_set1_epi8(15);
+    constexpr _mm_hint kHint = kRows <= 4 ? _MM_HINT_T1 : _MM_HINT_T0;  // memory that few rows wait for comes a third sooner to L2 alone
     for (int64_t t = 0; t < num_tiles; t++, tile += 272, x += 8 * kWidth * 4, less += kWidth) {
-        for (int line = 0; line < 272; line += 64) _mm_prefetch(reinterpret_cast<const char*>(tile + 4096 + line), _MM_HINT_T0);
+        for (int line = 0; line < 272; line += 64) _mm_prefetch(reinterpret_cast<const char*>(tile + 8192 + line), kHint);
         __m512i acc[kRows];
         for (int m = 0; m < kRows; m++) acc[m] = _mm512_set1_epi32(less[m]);
 #pragma GCC unroll 4
