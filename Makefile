@@ -103,7 +103,7 @@ LOAD := tests/server/test_load.py
 test-nightly: export QUIRE_NIGHTLY := 1
 test-nightly: .venv/dev.stamp $(NATIVE)
 	@$(PY) -m pytest $(LOAD)
-	@$(PYTEST) --ignore $(LOAD) tests/server tests/property tests/engine tests/unit/ops tests/unit/attention tests/unit/sampling
+	@$(PYTEST) --ignore $(LOAD) tests/server tests/property tests/engine tests/unit/ops tests/unit/attention tests/unit/sampling tests/gpu
 
 clean:
 	rm -rf .venv build $(LIBRARY) .pytest_cache .ruff_cache .import_linter_cache .hypothesis dist
