@@ -63,19 +63,19 @@ async def read_embedding(
     check_terms(terms, state.llm.limits.policy)
     turn = Turn(len(prompts), 1, Rules(no_tokens=True))
     request = TurnRequest(request_id, prompts, params, terms, adapter, names)
-    writer = EmbeddingWriter(body, f"embd-{request_id}", model, wanted, turn)
-    writer.form = form or EmbeddingWriter.openai
-    return request, writer
+    return request, EmbeddingWriter(body, f"embd-{request_id}", model, wanted, turn, form)
 
 
 class EmbeddingWriter(EventWriter):
     """Writes one request's vectors, in OpenAI's `form` or another. See `EventWriter`."""
 
-    def __init__(self, body: EmbeddingRequest, name: str, model: str, wanted: PoolingParams, turn: Turn) -> None:
+    def __init__(
+        self, body: EmbeddingRequest, name: str, model: str, wanted: PoolingParams, turn: Turn, form: _Form | None
+    ) -> None:
         self.turn, self.model = turn, model
         self._name, self._wanted, self._as_bytes = name, wanted, body.encoding_format == "base64"
         self._vectors: dict[int, list[float]] = {}
-        self.form: _Form = EmbeddingWriter.openai
+        self.form = form or EmbeddingWriter.openai
 
     def take(self, delta: Delta) -> list[Event]:
         self._vectors[delta.place] = self._wanted.vector(delta.output)
