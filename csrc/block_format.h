@@ -70,6 +70,10 @@ struct WeightFormat {
     int32_t has_pairs;   // 1: there is an order of it, of as many bytes, in which AVX2 multiplies pairs (pairs.h)
     int32_t block_values = 0, block_bytes = 0;  // of a block in a file; 0: the type is none of blocks
 };
+
+// Whether products with such weights round x to eight bits, with a scale for each row.
+constexpr bool rounds_x(Type type) { return type == Type::w8a8 || type == Type::w4a8; }
+
 constexpr WeightFormat weight_format(Type type) {
     switch (type) {
         case Type::f32: return {2048, 1, false, false};

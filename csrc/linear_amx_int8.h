@@ -2,7 +2,7 @@
 //
 // Of w8a8's tiles two neighbours are, as they lie, the B operand of a product with 64 columns of x, the A operand: quads of columns
 // of 16 features. Such a pair is 1 KB, as a tile of bf16 is, and is multiplied in the same time, so what is the fastest blocking
-// there is so here. Sums of integers are exact: the bits are those of linear_int8.h.
+// there is so here; w4a8's are expanded to such ones. Sums of integers are exact: the bits are those of linear_int8.h.
 #pragma once
 
 #include "linear_amx.h"

@@ -33,8 +33,7 @@ inline void linear(const LinearSpec& s, const Operands& o, Context& context) {
 #if defined(__AVX2__) && !defined(__AVX512F__)
     if (args.weight.paired && args.type == Type::bf16) return linear_pairs(args, context);
 #endif
-    const bool in_bytes = args.weight.type == Type::w8a8 || args.weight.type == Type::w4a8;  // and of x, too
-    if (in_bytes && !args.weight.paired) {
+    if (rounds_x(args.weight.type) && !args.weight.paired) {
 #if defined(__AMX_BF16__)
         return linear_amx_int8(args, context);
 #else

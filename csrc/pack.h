@@ -114,7 +114,7 @@ inline float largest_magnitude(const float* x, int64_t n) {
 }
 
 // x * factor to the nearest integer, the product rounded first: not fused, so that every level and the twin in
-// quire/quantization/weight_only.py choose the same code where two are equally near.
+// quire/quantization/coded.py choose the same code where two are equally near.
 inline vf round_product(vf x, float factor) { return round_nearest(plain(x * factor)); }
 
 inline void pack_i8_row(const Matrix& m, uint8_t* first_tile, int64_t row, const float* x) {
