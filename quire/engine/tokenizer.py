@@ -15,10 +15,9 @@ def config_tokenizer(config: EngineConfig) -> Tokenizer | None:
     Raises:
         ModelLoadError, NotYetSupportedError: see `load_tokenizer`.
     """
-    args = config.args
+    args, path = config.args, config.model.path
     if args.skip_tokenizer_init:
         return None
-    path = config.model.path
     if args.tokenizer is not None:
         path = resolve_model_path(args.tokenizer, args.tokenizer_revision, cache_dir=args.download_dir)
     return load_tokenizer(path, args.tokenizer_mode)

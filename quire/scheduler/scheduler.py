@@ -109,8 +109,7 @@ class Scheduler:
 
     def _load(self) -> Load:
         """What a request finds that is just coming. O(all that wait)."""
-        planner = self._planner
-        running = planner.running
+        planner, running = self._planner, self._planner.running
         prompts: list[Prompt] = []
         for sequence in [*running, *planner.preparing.values(), *planner.waiting]:
             if not sequence.output_token_ids:
