@@ -18,7 +18,7 @@ import torch
 from quire import ops
 from quire.ops.native import builder
 from quire.ops.native.library import Target, default_target
-from quire.ops.native.matrix import SCALED, PackedMatrix, block_format, is_paired
+from quire.ops.native.matrix import PackedMatrix, is_paired, row_bytes, weight_format
 from quire.ops.native.program import Program
 from quire.ops.native.structs import Type
 from quire.worker.pages import huge_pages
@@ -56,14 +56,13 @@ def torch_products(rows: int, cols: int, x: torch.Tensor) -> list[Callable[[], o
 
 def packed_copies(rows: int, cols: int, type: Type, paired: bool) -> list[PackedMatrix]:
     """Enough copies of one random matrix to fill TOTAL_BYTES."""
-    shape = PackedMatrix.data_shape(rows, cols, type)
-    scales = torch.zeros(rows) if type in SCALED else None
+    shape, made_of = PackedMatrix.data_shape(rows, cols, type), weight_format(type)
+    scales = torch.zeros(rows) if made_of.has_scales else None
     first = PackedMatrix(huge_pages(shape, torch.uint8), scales, rows, cols, type, paired)
-    blocks = block_format(type)
-    if blocks is None:
+    if not made_of.block_values:
         first.pack(torch.randn(rows, cols) * 0.02, 0)
     else:  # bytes below that of the first f16 that is no number
-        first.pack(torch.randint(0, 0x70, (rows, blocks.row_bytes(cols)), dtype=torch.uint8), 0)
+        first.pack(torch.randint(0, 0x70, (rows, row_bytes(type, cols)), dtype=torch.uint8), 0)
     copies = [first]
     for _ in range(TOTAL_BYTES // first.data.numel() - 1):
         data = huge_pages(shape, torch.uint8)

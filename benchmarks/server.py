@@ -88,7 +88,7 @@ def cpu_seconds(pid: int) -> float:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("model")
     for name, default in (("num-prompts", 256), ("input-len", 32), ("output-len", 256), ("rounds", 2), ("port", 8321)):
         parser.add_argument(f"--{name}", type=int, default=default)
