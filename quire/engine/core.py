@@ -9,6 +9,8 @@ from collections.abc import Callable, Iterable
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any, Protocol, TypeVar
 
+from msgspec import structs
+
 from quire.engine.interrupts import InterruptShield
 from quire.errors import EngineDeadError, InvalidRequestError, OverloadedError, RequestFailedError
 from quire.executor.base import Executor
@@ -83,7 +85,7 @@ class EngineCore:
         self._guiding: Future[SampleGuide | None] | None = None
         self._undelivered: list[SequenceOutput] = []  # of a step that ended in an interrupt
         self._dead: str | None = None
-        self._asleep: set[str] = set()  # of _PARTS, what is not there
+        self._asleep, self._sleep_state = set[str](), SLEEP_STATES[0]  # of _PARTS, what is not there
 
     def call(self, name: CallName, *arguments: Any) -> Any:
         """Call a method of this object, with Ctrl-C held back; where there are several engines, of each."""
@@ -93,7 +95,7 @@ class EngineCore:
 
     def stats(self) -> EngineStats:
         """The counters and gauges at this moment."""
-        return self.scheduler.stats()
+        return structs.replace(self.scheduler.stats(), sleep_state=self._sleep_state)
 
     def add(self, request: NewRequest) -> None:
         """Queue a request.
@@ -203,7 +205,7 @@ class EngineCore:
             raise InvalidRequestError(f"level must be 1 or 2, got {level}.", "level")
         if not self._begin_anew():
             return False
-        self._asleep, self.scheduler.sleep_state = set(_PARTS), SLEEP_STATES[level]
+        self._asleep, self._sleep_state = set(_PARTS), SLEEP_STATES[level]
         self.call_workers("sleep", [level])
         return True
 
@@ -218,7 +220,7 @@ class EngineCore:
         self.call_workers("wake_up", [wanted := sorted(self._asleep.intersection(tags or _PARTS))])
         self._asleep.difference_update(wanted and [*wanted, "weights"])
         if not self._asleep:
-            self.scheduler.sleep_state = SLEEP_STATES[0]
+            self._sleep_state = SLEEP_STATES[0]
 
     def is_sleeping(self) -> bool:
         """Whether anything is missing."""
@@ -271,7 +273,7 @@ class EngineCore:
 
     def snapshot(self, watched: Iterable[str] = ()) -> EngineSnapshot:
         """The first sequences, those of `watched` requests, and the blocks at this moment."""
-        return self.scheduler.snapshot(self.clock(), watched)
+        return self.scheduler.snapshot(self.stats(), self.clock(), watched)
 
     def stop(self) -> None:
         """Stop the executor, and publish no more."""

@@ -70,7 +70,7 @@ class CoreLoop:
             scheduled = self.core.first_scheduled
         elif not (outputs or finished):
             return
-        self._send(News(outputs, scheduled, start, time.monotonic(), self.core.scheduler.stats()))
+        self._send(News(outputs, scheduled, start, time.monotonic(), self.core.stats()))
 
     def _carry_out(self, command: Command) -> None:
         match command:

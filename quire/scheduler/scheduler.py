@@ -17,7 +17,7 @@ from quire.errors import InvalidRequestError
 from quire.kvcache.manager import KVManager
 from quire.protocol.cache import PinnedPrefix
 from quire.protocol.requests import NewRequest, SamplingTask
-from quire.protocol.stats import SLEEP_STATES, BlockGroup, EngineSnapshot, EngineStats, Limits, SequenceSnapshot
+from quire.protocol.stats import BlockGroup, EngineSnapshot, EngineStats, Limits, SequenceSnapshot
 from quire.protocol.step import Failure, SampleGuide, SequenceOutput, StepPlan, StepResult
 from quire.scheduler.beams import continuation_of
 from quire.scheduler.continuation import Continuation
@@ -48,10 +48,7 @@ class Scheduler:
         kv: the KV manager.
         config: limits and policy as they are now.
         guidance: what is to do with requests' grammars.
-        sleep_state: one of SLEEP_STATES, for whoever asks; the core knows it.
     """
-
-    sleep_state = SLEEP_STATES[0]
 
     def __init__(
         self,
@@ -235,16 +232,15 @@ class Scheduler:
             tiers=self.kv.space and self.kv.space.stats(),
             speculation=self._outcomes.drafts.stats() if self.config.max_num_drafts else None,
             limits=self.limits,
-            sleep_state=self.sleep_state,
         )
 
-    def snapshot(self, now: float, watched: Iterable[str] = ()) -> EngineSnapshot:
+    def snapshot(self, stats: EngineStats, now: float, watched: Iterable[str] = ()) -> EngineSnapshot:
         """The state as a person looks at it: the first sequences, all of the `watched` requests, and the blocks.
 
         The running come first, then the waiting in the policy's order. Ages count from arrival times, of the same clock
-        as `now`.
+        as `now`. `stats` are the engine's of this moment.
         """
-        planner, groups, stats = self._planner, self._outcomes.groups, self.stats()
+        planner, groups = self._planner, self._outcomes.groups
         first = islice(chain(planner.running, planner.waiting, planner.preparing.values()), MAX_SEQUENCES)
         own = chain.from_iterable(groups[id].sequences.values() for id in watched if id in groups)
         shown = dict.fromkeys(chain(first, (s for s in own if s.status is not SequenceStatus.FINISHED)))

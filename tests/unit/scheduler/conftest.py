@@ -107,7 +107,7 @@ class Driver:
 
     def why(self, request_id: str) -> str | None:
         """Why a request waits; None when nothing of it waits."""
-        shown = self.scheduler.snapshot(0.0, [request_id]).sequences
+        shown = self.scheduler.snapshot(self.scheduler.stats(), 0.0, [request_id]).sequences
         return next((sequence.why for sequence in shown if sequence.request_id == request_id and sequence.why), None)
 
     def prefix_cache(self) -> tuple[int, int]:

@@ -15,12 +15,12 @@ def test_watched_requests_are_there_however_many_come_first(driver: Any, monkeyp
     d.step()
 
     def look(*watched: str) -> list[str]:
-        taken = d.scheduler.snapshot(1.0, watched)
+        taken = d.scheduler.snapshot(d.scheduler.stats(), 1.0, watched)
         assert taken.num_sequences == 5
         return [sequence.request_id for sequence in taken.sequences]
 
     assert look() == ["a", "b"]
     assert look("b", "e", "gone", "d") == ["a", "b", "e", "d"]  # each once, and none for what has ended
-    (last,) = d.scheduler.snapshot(1.0, ["e"]).sequences[2:]
+    (last,) = d.scheduler.snapshot(d.scheduler.stats(), 1.0, ["e"]).sequences[2:]
     assert last.why is not None
     assert "3 requests come first" in last.why
