@@ -1,1 +1,1 @@
-"""Where users come in: the `LLM` class and the command line (a server later). Nothing below imports this room."""
+"""Where users come in: the `LLM` class, the command line and the server. Nothing below imports this room."""
