@@ -22,7 +22,6 @@ from quire.protocol.requests import NewRequest
 from quire.protocol.stats import SLEEP_STATES, EngineSnapshot, EngineStats, Limits
 from quire.protocol.step import Failure, FailureKind, SampleGuide, SequenceOutput, StepPlan
 from quire.protocol.worker import CheckIntegrity, Invoke, PlaceAdapters, Returned
-from quire.scheduler.outcomes import MANY_GUIDED
 from quire.scheduler.scheduler import Scheduler
 
 T = TypeVar("T")
@@ -146,7 +145,7 @@ class EngineCore:
                 plans.append(plan)
                 self.first_scheduled += [new.request_id for new in plan.new_sequences]
                 # Where `submit` computes, the masks are made meanwhile; else the engine makes them while it waits.
-                if self.executor.computes_in_submit and self.scheduler.guidance.num_guided >= MANY_GUIDED:
+                if self.executor.computes_in_submit and self.scheduler.guidance.has_many:
                     self._guiding = self._aside.submit(self.scheduler.guide, plan)
                 self._execute(self.executor.submit, plan)
             if plans:

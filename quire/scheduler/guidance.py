@@ -32,9 +32,9 @@ class Guidance:
         return bool(self._awaiting)
 
     @property
-    def num_guided(self) -> int:
-        """Live requests with a grammar."""
-        return self._outcomes.num_guided
+    def has_many(self) -> bool:
+        """Whether so many live requests have a grammar that their masks are for a thread of their own."""
+        return self._outcomes.num_guided >= MANY_GUIDED
 
     def prepare(self) -> None:
         """Do now what would hold up everybody when the first grammar comes."""
@@ -94,7 +94,7 @@ class Guidance:
                 masks.grow(row + num_drafts + 1)
             matcher.fill(masks, sequence.draft_token_ids[:num_drafts] if num_drafts else (), row)
             rows += [(place, position) for position in range(1 + num_drafts)]
-        if self._outcomes.num_guided >= MANY_GUIDED and self._outcomes.config.drafts_forced:
+        if self.has_many and self._outcomes.config.drafts_forced:
             for place in [rows[row][0] for row in masks.single_rows(len(rows))]:
                 if not plan.scheduled[place].num_drafts and (matcher := sequences[place].matcher) is not None:
                     matcher.ahead = matcher.forced()
