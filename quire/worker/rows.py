@@ -13,6 +13,7 @@ import numpy as np
 import numpy.typing as npt
 
 from quire.config.draft_tree import DraftTree
+from quire.protocol.cache import CacheLayout
 from quire.protocol.requests import NewRequest
 from quire.protocol.step import Failure, Fork, NewSequence, ScheduledSequence
 from quire.sampling.state import SamplingState
@@ -98,20 +99,12 @@ class RowTable:
     The arrays come from zeroed virtual memory, so a row's far end costs nothing until it is written.
     """
 
-    def __init__(
-        self,
-        num_rows: int,
-        max_model_len: int,
-        block_size: int,
-        num_groups: int = 1,
-        max_drafts: int = 0,
-        tree: DraftTree | None = None,
-    ) -> None:
-        self.block_size = block_size
+    def __init__(self, num_rows: int, layout: CacheLayout, max_drafts: int = 0, tree: DraftTree | None = None) -> None:
+        self.block_size, max_tokens = layout.block_size, layout.max_model_len + max_drafts
         self.tree = None if tree is None else TreeShape(tree)
         # One more than the context: the last token sampled is remembered although it is never computed.
-        self._tokens_shape = num_rows, max_model_len + 1 + max_drafts
-        self._blocks_shape = num_groups, num_rows, -(-(max_model_len + max_drafts) // block_size)
+        self._tokens_shape = num_rows, max_tokens + 1
+        self._blocks_shape = len(layout.groups), num_rows, -(-max_tokens // layout.block_size)
         self.clear()
 
     def __getitem__(self, sequence_id: int) -> Row:

@@ -180,8 +180,7 @@ class Worker:
         model = self._loaded()
         # Forks are made before rows are removed: for that moment there can be twice as many.
         num_rows = 2 * config.max_num_seqs
-        num_groups, num_drafts, tree = len(self._groups), config.max_num_drafts, config.draft_tree
-        table = RowTable(num_rows, layout.max_model_len, layout.block_size, num_groups, num_drafts, tree)
+        table = RowTable(num_rows, layout, config.max_num_drafts, config.draft_tree)
         tensors = [caches[layer] for layer in range(len(self._layers))]
         host = HostCache(device, tensors, self._groups, layout.num_host_blocks) if layout.num_host_blocks else None
         if host is not None and self._files is not None:

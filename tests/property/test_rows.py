@@ -9,12 +9,14 @@ from hypothesis import strategies as st
 from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, initialize, invariant, precondition, rule
 
 from quire import SamplingParams
+from quire.protocol.cache import CacheGroup, CacheLayout
 from quire.protocol.requests import NewRequest, SamplingTask
 from quire.protocol.step import Fork, NewSequence, Sampling, ScheduledSequence
 from quire.worker.gather import gather
 from quire.worker.rows import RowTable
 
 NUM_ROWS, MAX_LEN, BLOCK_SIZE, VOCAB, GROUPS, DRAFTS = 5, 24, 4, 50, 2, 3
+LAYOUT = CacheLayout(block_size=BLOCK_SIZE, groups=[CacheGroup([0])] * GROUPS, num_blocks=[], max_model_len=MAX_LEN)
 tokens = st.lists(st.integers(0, VOCAB - 1), min_size=1, max_size=8)
 
 
@@ -25,7 +27,7 @@ class RowsMachine(RuleBasedStateMachine):
 
     @initialize()
     def start(self) -> None:
-        self.table = RowTable(NUM_ROWS, MAX_LEN, BLOCK_SIZE, GROUPS, DRAFTS)
+        self.table = RowTable(NUM_ROWS, LAYOUT, DRAFTS)
         self.twin: dict[int, dict] = {}
         self.next_id = 0
         self.next_block = 1
@@ -181,9 +183,9 @@ TestRows = RowsMachine.TestCase
 
 
 def test_integrity_check_sees_a_dirty_row() -> None:
-    table = RowTable(NUM_ROWS, MAX_LEN, BLOCK_SIZE)
+    table = RowTable(NUM_ROWS, LAYOUT)
     table.token_ids[2, 3] = 7
     with pytest.raises(AssertionError, match="row 2 keeps tokens"):
         table.check_integrity()
     with pytest.raises(AssertionError, match=r"without a row: \[5\]"):
-        RowTable(NUM_ROWS, MAX_LEN, BLOCK_SIZE).check_integrity([5])
+        RowTable(NUM_ROWS, LAYOUT).check_integrity([5])

@@ -9,6 +9,7 @@ import pytest
 from quire import SamplingParams
 from quire.config.draft_tree import DraftTree
 from quire.ops.native.library import library
+from quire.protocol.cache import CacheGroup, CacheLayout
 from quire.protocol.requests import NewRequest, SamplingTask
 from quire.protocol.step import NewSequence, ScheduledSequence
 from quire.worker.gather import StepArrays, _in_numpy, _natively, gather, gather_nodes
@@ -21,7 +22,9 @@ TREE = DraftTree.read("[(0,), (1,), (0, 0), (1, 0), (1, 1), (1, 1, 0)]")
 @pytest.fixture
 def table() -> RowTable:
     """Three rows, each with a prompt of its own length and drafts for the whole tree."""
-    table = RowTable(5, 40, SIZE, GROUPS, len(TREE), TREE)
+    groups = [CacheGroup([group]) for group in range(GROUPS)]
+    layout = CacheLayout(block_size=SIZE, groups=groups, num_blocks=[], max_model_len=40)
+    table = RowTable(5, layout, len(TREE), TREE)
     rng = random.Random(1)
     for number, length in enumerate([1, 7, 12]):
         task = SamplingTask(params=SamplingParams(), max_tokens=9, stop_token_ids=frozenset(), seed=1)
