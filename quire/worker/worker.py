@@ -6,7 +6,7 @@ a queue or a policy.
 
 import math
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -17,9 +17,8 @@ from quire.config.worker import WorkerConfig
 from quire.distributed.links import AnyLink, open_link
 from quire.errors import ConfigError
 from quire.lora.slots import LoraSlots
-from quire.models.causal_lm import RunnableModel
 from quire.models.registry import CausalLM
-from quire.protocol.cache import CacheLayout, CacheReport, LayerCache, group_layers
+from quire.protocol.cache import CacheLayout, CacheReport, group_layers
 from quire.protocol.step import SampleGuide, StepPlan, StepResult
 from quire.protocol.worker import CallReply, CheckIntegrity, PlaceAdapters, WorkerReply, WorkerReport
 from quire.sampling.accept import Rule
@@ -97,7 +96,6 @@ class Worker:
         self._model.assign_groups(self._groups, 0)
         if self._drafter is not None and self._drafter.layers:
             self._drafter.assign_groups(self._groups, len(self._model.cache_layers))
-        self._runnable: RunnableModel | None = None
         self._runner: ModelRunner | None = None
         self._adapters: Adapters | None = None
         self._files: BlockFiles | None = None
@@ -147,7 +145,7 @@ class Worker:
         shapes = [self._cache_shape(i, 1, config.block_size) for i in range(len(self._layers))]
         layer_bytes = [itemsize * math.prod(shape) for shape in shapes]
         block_bytes = [sum(layer_bytes[layer] for layer in group.layers) for group in groups]
-        meter = device.meter(self._loaded(), self._layers, len(groups))
+        meter = device.meter(self._runnable, self._layers, len(groups))
         return CacheReport(
             total_bytes=device.total_bytes(),
             available_bytes=max(0, device.available_bytes() - mapped * config.num_sharers) // config.num_sharers,
@@ -177,7 +175,6 @@ class Worker:
             touched = min(num_blocks, TOUCHED_TOKENS // layout.block_size)  # the pool hands out its first ones first
             for layer in group.layers:
                 caches[layer] = device.allocate(self._cache_shape(layer, num_blocks, layout.block_size), dtype, touched)
-        model = self._loaded()
         # Forks are made before rows are removed: for that moment there can be twice as many.
         num_rows = 2 * config.max_num_seqs
         table = RowTable(num_rows, layout, config.max_num_drafts, config.draft_tree)
@@ -187,10 +184,10 @@ class Worker:
             self._disk = DiskCache(host, self._files)
         cache = KVCache(device.backend, tensors, self._groups, host, self._model.dtype)
         self._runner = self._make_runner(cache, table)
-        device.reserve(model, config.max_num_batched_tokens)  # not before all is measured
+        device.reserve(self._runnable, config.max_num_batched_tokens)  # not before all is measured
 
     def _make_runner(self, cache: KVCache, table: RowTable) -> ModelRunner:
-        config, model, speculative, drafter = self._config, self._loaded(), self._config.speculative, self._drafter
+        config, model, speculative, drafter = self._config, self._runnable, self._config.speculative, self._drafter
         proposer: Proposer | None = None
         if drafter is not None:
             proposer = drafter.proposer(model, table, cache.tensors[len(self._model.cache_layers) :])
@@ -212,18 +209,14 @@ class Worker:
             runner.judge = Judge(self.device.target, proposer, Rule(speculative.threshold, speculative.alpha))
         if speculative.adaptive and speculative.acceptance != "typical":
             sizes = [size for size in PACE_SIZES if size <= max(2, config.max_num_batched_tokens)]
-            costs = StepCosts(self._step_seconds(self.device, model, self._layers, sizes), HOST_SECONDS)
+            meter = self.device.meter(model, self._layers, len(self._groups))
+            costs = StepCosts(meter.step_seconds(sizes, PACE_SECONDS), HOST_SECONDS)
             drafting, reads = PROPOSER_SECONDS, False
             if drafter is not None:
-                drafting = self._step_seconds(drafter.device, drafter.timed, drafter.layers, drafter.timed_sizes)
-                reads = drafter.reads
+                meter = drafter.device.meter(drafter.timed, drafter.layers, len(self._groups))
+                drafting, reads = meter.step_seconds(drafter.timed_sizes, PACE_SECONDS), drafter.reads
             runner.pace = Pace(costs, StepCosts(drafting), reads, config.draft_tree, proposer.reads_all)
         return runner
-
-    def _step_seconds(
-        self, device: Device, model: RunnableModel, layers: Sequence[LayerCache], sizes: Sequence[int]
-    ) -> dict[int, float]:
-        return device.meter(model, layers, len(self._groups)).step_seconds(sizes, PACE_SECONDS)
 
     def begin(self, plan: StepPlan) -> None:
         """Compute a step's tokens; where one is begun that is still to be sampled, `take` will."""
@@ -298,10 +291,6 @@ class Worker:
         except AssertionError as error:
             return CallReply(str(error))
         return CallReply(None)
-
-    def _loaded(self) -> RunnableModel:
-        assert self._runnable is not None, "load comes first"
-        return self._runnable
 
     def _cache_shape(self, layer: int, num_blocks: int, block_size: int) -> tuple[int, ...]:
         kept = self._layers[layer]

@@ -122,7 +122,7 @@ def test_the_start_runs_what_is_compiled_for_numbers_of_rows(config: Any) -> Non
     place = Place(CudaDevice(given := config(max_num_batched_tokens=300, load_format="dummy"), HostStream()))
     worker = Worker(given, place)
     worker.load(progress=False)
-    meter = place.device.meter(worker._loaded(), worker._layers, 1)
+    meter = place.device.meter(worker._runnable, worker._layers, 1)
     seen: list[StepArrays] = []
     drawn: list[int] = []
     watched: Any = dataclasses.replace(
