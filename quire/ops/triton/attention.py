@@ -173,6 +173,23 @@ def _meet(scores, v, scale, highest, total, weighted):
 
 
 @triton.jit
+def _keep(partial, states, at, column, live, known, DIM: tl.constexpr, highest, total, weighted):
+    """Leave the partial results number `at` [rows] for `_combine`: states [.., 2], weighted values [.., features]."""
+    tl.store(states + at * 2, highest, live)
+    tl.store(states + at * 2 + 1, total, live)
+    tl.store(partial + (at * DIM)[:, None] + column[None, :], weighted, live[:, None] & known[None, :])
+
+
+@triton.jit
+def _kept(partial, states, at, column, live, known, DIM: tl.constexpr):
+    """What `_keep` has left; nothing where there is none."""
+    highest = tl.load(states + at * 2, live, other=_LOWEST)
+    total = tl.load(states + at * 2 + 1, live, other=0.0)
+    weighted = tl.load(partial + (at * DIM)[:, None] + column[None, :], live[:, None] & known[None, :], other=0.0)
+    return highest, total, weighted
+
+
+@triton.jit
 def _finish(out, live, total, weighted):
     """Weighted values over their weights; a row that saw nothing is 0."""
     tl.store(out, narrow(weighted / tl.where(total == 0.0, 1.0, total)[:, None], out.dtype.element_ty), live)
@@ -240,9 +257,7 @@ def _attend(
                 index = span - row_low // SPAN
                 kept = live & (index >= 0) & (span <= tl.maximum(row_low, row_high) // SPAN)
                 to = (place * HEADS + head) * max_spans + index
-                tl.store(states + to * 2, peak, kept)
-                tl.store(states + to * 2 + 1, mass, kept)
-                tl.store(partial + (to * DIM)[:, None] + column[None, :], acc, kept[:, None] & known[None, :])
+                _keep(partial, states, to, column, kept, known, DIM, peak, mass, acc)
             peak, mass, acc = tl.zeros_like(peak) + _LOWEST, tl.zeros_like(mass), tl.zeros_like(acc)
     if parts == 1:
         _finish(out + ((place * HEADS + head) * DIM)[:, None] + column[None, :], inside, total, weighted)
@@ -273,9 +288,7 @@ def _combine(
     for first in range(0, count, AHEAD):
         for j in tl.static_range(AHEAD):  # their loads need not wait for one another
             there, at = member < tl.where(count - first > j, GROUP, 0), place * max_spans + first + j
-            peak = tl.load(states + at * 2, there, other=_LOWEST)
-            mass = tl.load(states + at * 2 + 1, there, other=0.0)
-            acc = tl.load(partial + (at * DIM)[:, None] + column, there[:, None] & known[None, :], other=0.0)
+            peak, mass, acc = _kept(partial, states, at, column, there, known, DIM)
             highest, total, weighted = _merge(highest, total, weighted, peak, mass, acc)
     _finish(out + (place * DIM)[:, None] + column[None, :], live[:, None] & known[None, :], total, weighted)
 
@@ -297,13 +310,10 @@ def paged_attention(query: Tensor, pages: Pages, batch: Batch, spec: AttentionSp
         return out
     rows, keys, warps, stages = _tile(query, num_sequences, pages.elements.dtype.itemsize, spec)
     num_tiles = num_tokens // (rows * spec.num_kv_heads // heads) + num_sequences
-    max_spans = -(-batch.block_tables.shape[1] * pages.block_size // SPAN)
-    if spec.window is not None:
-        max_spans = min(max_spans, (spec.window * (1 if spec.causal else 2) - 2) // SPAN + 2)
-    parts = min(max_spans, PROGRAMS // (num_tiles * spec.num_kv_heads))
-    if parts < 2 or num_tokens * heads * max_spans * (spec.head_dim + 2) > MAX_SCRATCH:
-        parts = 1
-    kept = num_tokens * heads * max_spans if parts > 1 else 0
+    max_spans = _most_spans(batch.block_tables.shape[1] * pages.block_size, spec)
+    parts, kept = min(max_spans, PROGRAMS // (num_tiles * spec.num_kv_heads)), num_tokens * heads * max_spans
+    if parts < 2 or kept * (spec.head_dim + 2) > MAX_SCRATCH:
+        parts, kept = 1, 0
     partial, states = (query.new_empty(kept, n, dtype=torch.float32) for n in (spec.head_dim, 2))
     tails, sinks = batch.tails, spec.sinks
     factor, cap = spec.scale * LOG2_E.value, 0.0
@@ -315,17 +325,9 @@ def paged_attention(query: Tensor, pages: Pages, batch: Batch, spec: AttentionSp
         _attend,
         (num_tiles, spec.num_kv_heads, parts),
         *(query, pages.elements, pages.scales, out, partial, states, batch.query_start_loc, batch.seq_lens),
-        *(
-            batch.block_tables,
-            tails and tails.starts,
-            tails and tails.slots.contiguous(),
-            sinks,
-            num_sequences,
-            parts,
-            max_spans,
-        ),
-        *(batch.block_tables.stride(0), tails.slots.shape[1] if tails else 0, query.stride(0)),
-        *(pages.elements.stride(0), pages.elements.stride(2), factor, cap),
+        *(batch.block_tables, tails and tails.starts, tails and tails.slots.contiguous(), sinks),
+        *(num_sequences, parts, max_spans, batch.block_tables.stride(0), tails.slots.shape[1] if tails else 0),
+        *(query.stride(0), pages.elements.stride(0), pages.elements.stride(2), factor, cap),
         **shape,
         **pages.constants,
         KEY_TILE=keys,
@@ -344,6 +346,12 @@ def paged_attention(query: Tensor, pages: Pages, batch: Batch, spec: AttentionSp
             num_warps=4,
         )
     return out
+
+
+def _most_spans(context: int, spec: AttentionSpec) -> int:
+    """Of SPAN keys, that a token can see some of, where a sequence has `context` at most."""
+    spans = -(-context // SPAN)
+    return spans if spec.window is None else min(spans, (spec.window * (1 if spec.causal else 2) - 2) // SPAN + 2)
 
 
 def _tile(query: Tensor, num_sequences: int, itemsize: int, spec: AttentionSpec) -> tuple[int, int, int, int]:
