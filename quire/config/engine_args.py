@@ -15,7 +15,7 @@ from quire.config.families import drafting_method
 from quire.config.kv_events import KVEventsConfig
 from quire.config.model import ModelConfig
 from quire.config.options import check_options, option, option_of, read_options
-from quire.config.quantized import check_method
+from quire.config.quantized import KeptMethod, MadeMethod, check_method
 from quire.config.scheduler import POLICY_OPTIONS, PolicyOptions, SchedulerConfig
 from quire.config.speculative import CACHED_METHODS, EAGLE_METHODS, HEAD_METHODS, SpeculativeConfig, check_draft_model
 from quire.errors import ConfigError, InvalidRequestError, NotYetSupportedError
@@ -25,9 +25,7 @@ from quire.utils.hub import HEAD_PATTERNS, resolve_model_path
 logger = logging.getLogger(__name__)
 
 _SWAP_SPACE_FOR_DISK = 1.0  # GiB, where nothing else is said
-_Method = Literal[
-    "int8", "int4", "w8a8", "w4a8", "gptq", "awq", "fp8", "compressed-tensors", "bitsandbytes", "mxfp4", "gguf"
-]
+_Method = Literal[MadeMethod, KeptMethod, "gguf"]
 _Kernels = Literal["auto", "amx", "avx512_bf16", "avx512", "avx2", "neon_bf16", "neon_dot", "portable", "torch"]
 MAX_LORA_RANK = 256
 _OF_MODEL = ("dtype", "max_model_len", "revision", "seed", "hf_overrides", "load_format", "download_dir")  # its options

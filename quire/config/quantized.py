@@ -8,14 +8,15 @@ import logging
 import re
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal, get_args
 
 from quire.errors import ConfigError, ModelLoadError, NotYetSupportedError
 
 logger = logging.getLogger(__name__)
 
-MADE_METHODS = ("int8", "int4", "w8a8", "w4a8")  # of plain checkpoints, as weights are loaded
-METHODS = ("gptq", "awq", "fp8", "compressed-tensors", "bitsandbytes", "mxfp4")
+MadeMethod = Literal["int8", "int4", "w8a8", "w4a8"]  # of plain checkpoints, as weights are loaded
+KeptMethod = Literal["gptq", "awq", "fp8", "compressed-tensors", "bitsandbytes", "mxfp4"]  # a checkpoint's own
+MADE_METHODS, METHODS = get_args(MadeMethod), get_args(KeptMethod)
 _ALIASES = {"fbgemm_fp8": "fp8", "gptqmodel": "gptq", "auto_gptq": "gptq", "compressed_tensors": "compressed-tensors"}
 _OLDER_FILES = ("quantize_config.json", "quant_config.json")  # of GPTQ's and AWQ's tools
 _FORMATS = ("pack-quantized", "int-quantized", "float-quantized", "naive-quantized")
@@ -79,7 +80,7 @@ def check_method(requested: str | None, config: Mapping[str, Any], model: str, o
     if not found and not made:
         raise ConfigError(
             f"quantization={requested!r} contradicts model {model!r}, whose config.json says that its weights are not "
-            "quantized: leave it out, or choose 'int8', 'int4', 'w8a8' or 'w4a8', made as weights are loaded."
+            f"quantized: leave it out, or choose one of {', '.join(map(repr, MADE_METHODS))}, made at load time."
         )
     return requested or method
 

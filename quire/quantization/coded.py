@@ -8,12 +8,14 @@ is memory, not time: a product expands the whole matrix first.
 """
 
 from collections.abc import Callable, Iterable, Mapping
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from quire import ops
 from quire.ops.grouped import GROUP, expand, pack_int4
+from quire.ops.native.structs import Type
 from quire.quantization.base import MatrixShape, QuantizationMethod, TensorForm
 from quire.quantization.grouped import KEPT, form_of_blocks, take_apart
 
@@ -83,13 +85,31 @@ def _sum(squares: Tensor) -> Tensor:
     return squares
 
 
-# How codes and scales are made of rows in float32, the type of codes, and columns that share a scale: None for all.
-MADE: dict[str, tuple[Callable[[Tensor], tuple[Tensor, Tensor]], torch.dtype, int | None]] = {
-    "int8": (quantize_int8, torch.int8, None),
-    "int4": (quantize_int4, torch.uint8, GROUP),
-    "fp8": (quantize_fp8, torch.float8_e4m3fn, None),
-    "w8a8": (quantize_int8, torch.int8, None),
-    "w4a8": (quantize_w4a8, torch.int8, None),
+class MadeFormat(NamedTuple):
+    """A format that plain weights are brought to as they are loaded.
+
+    Attributes:
+        quantize: makes codes [N, K] and scales float32 [N, 1 or groups] of rows float32 [N, K].
+        dtype: of codes as they are kept here; uint8 has two a byte.
+        span: columns of a row that share a scale; None for all of them.
+        packed: the native kernels' type of it; None where they have none.
+        rounds_x: products are of integers: x is rounded to eight bits, with a scale a row.
+    """
+
+    quantize: Callable[[Tensor], tuple[Tensor, Tensor]]
+    dtype: torch.dtype
+    span: int | None
+    packed: Type | None
+    rounds_x: bool = False
+
+
+# By the names of `quire.config.quantized.MadeMethod`; and "fp8", which only a device without the native kernels makes.
+MADE = {
+    "int8": MadeFormat(quantize_int8, torch.int8, None, Type.I8),
+    "int4": MadeFormat(quantize_int4, torch.uint8, GROUP, Type.I4),
+    "fp8": MadeFormat(quantize_fp8, torch.float8_e4m3fn, None, None),
+    "w8a8": MadeFormat(quantize_int8, torch.int8, None, Type.W8A8, rounds_x=True),
+    "w4a8": MadeFormat(quantize_w4a8, torch.int8, None, Type.W4A8, rounds_x=True),
 }
 
 
@@ -101,35 +121,35 @@ class Coded(QuantizationMethod):
     """
 
     def __init__(self, kind: str) -> None:
-        self.kind = kind
-        self.groups = kind not in ("w8a8", "w4a8")
-        self._dtype, self._span = KEPT[kind] if kind in KEPT else MADE[kind][1:]
+        self.kind, self._made = kind, MADE.get(kind)
+        self._dtype, self._span = (self._made.dtype, self._made.span) if self._made else KEPT[kind]
+        self.suits_experts = not (self._made and self._made.rounds_x)
 
     def create_weights(self, shape: MatrixShape, dtype: torch.dtype, name: str = "") -> dict[str, Tensor]:
         rows, columns = shape.out_features, shape.in_features
         num_groups = 1 if self._span is None else -(-columns // self._span)
         columns = -(-columns // (2 * GROUP)) * GROUP if self._dtype == torch.uint8 else columns
         weights = {"codes": torch.empty(rows, columns, dtype=self._dtype), "scales": torch.empty(rows, num_groups)}
-        if self.kind in KEPT:
+        if self._made is None:
             weights["zeros"] = torch.empty(rows, num_groups, dtype=torch.int8)
         return weights | ({"bias": torch.empty(rows, dtype=dtype)} if shape.bias else {})
 
     def checkpoint_tensors(self, shape: MatrixShape) -> dict[str, TensorForm]:
         forms = super().checkpoint_tensors(shape)
-        return forms | {"weight": form_of_blocks(shape)} if self.kind in KEPT else forms
+        return forms | {"weight": form_of_blocks(shape)} if self._made is None else forms
 
     def load(self, weights: Mapping[str, Tensor], shape: MatrixShape, loaded: Tensor, start: int) -> None:
         for part in loaded.split(_ROWS_AT_ONCE):
             rows = slice(start, start := start + len(part))
             part = part.to(weights["codes"].device)
-            codes, *others = take_apart(part, self.kind) if self.kind in KEPT else MADE[self.kind][0](part.float())
+            codes, *others = self._made.quantize(part.float()) if self._made else take_apart(part, self.kind)
             weights["codes"][rows] = pack_int4(codes) if self._dtype == torch.uint8 else codes
             for name, numbers in zip(("scales", "zeros"), others, strict=False):
                 weights[name][rows] = numbers
 
     def apply(self, weights: Mapping[str, Tensor], shape: MatrixShape, x: Tensor, *, wide: bool = False) -> Tensor:
         codes, scales, bias = weights["codes"], weights["scales"], weights.get("bias")
-        if not self.groups:
+        if self._made and self._made.rounds_x:
             integers, own_scales = quantize_int8(x.float())
             out = ops.integer_linear(integers, codes) * own_scales * scales.t()
             return (out if bias is None else out + bias).to(x.dtype)

@@ -14,17 +14,17 @@ from quire import ops
 from quire.ops.native.matrix import OWN_TYPES, PackedMatrix, is_paired, row_bytes, weight_format
 from quire.ops.native.structs import TYPE_OF, Type
 from quire.quantization.base import MatrixShape, QuantizationMethod, TensorForm
+from quire.quantization.coded import MADE
 
 # (shape, dtype, name) -> zeroed memory, or what an earlier start left there under the name.
 Allocate = Callable[[tuple[int, ...], torch.dtype, str], Tensor]
-_MADE = {"int8": Type.I8, "int4": Type.I4, "w8a8": Type.W8A8, "w4a8": Type.W4A8}
 
 
 class Packed(QuantizationMethod):
     """`packed` uint8 [blocks, tiles, bytes], `scales` float32 [out] where a type has them; `bias` [out] or none.
 
     Args:
-        made: "int8", "int4", "w8a8" or "w4a8", made of floats; None keeps the model's own type.
+        made: of MADE, a format that the kernels have; None keeps the model's own type.
         dtype: the model's, float32 or bfloat16.
         allocate: where weights live.
         filled: what `allocate` returns holds the packed weights already.
@@ -43,7 +43,9 @@ class Packed(QuantizationMethod):
         kept: Type | None = None,
         level: str = "",
     ) -> None:
-        self.type = kept or OWN_TYPES.get(level, {}).get((dtype, made)) or (_MADE[made] if made else TYPE_OF[dtype])
+        usual = MADE[made].packed if made else TYPE_OF[dtype]
+        assert usual is not None, f"the kernels have no {made}"
+        self.type = kept or OWN_TYPES.get(level, {}).get((dtype, made), usual)
         self.paired = is_paired(level, dtype, self.type)
         self._kept = kept is not None
         self._allocate = allocate

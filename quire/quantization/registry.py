@@ -91,7 +91,7 @@ def select_formats(
 
     plain = method(None)
     if not blocks:
-        is_made = name in MADE and (on_device or name != "fp8")  # which elsewhere is a checkpoint's own
+        is_made = name in MADE and (on_device or MADE[name].packed is not None)  # else it is a checkpoint's own
         # The head decides among all tokens at once and embeddings have no neighbours to average with: eight bits.
         return WeightFormats(method(name), method("int8"), plain) if is_made else uniform(plain)
     kept: dict[str, QuantizationMethod] = {kind: Coded(kind) for kind in KEPT} if on_device else {}

@@ -12,7 +12,7 @@ from quire.quantization.base import MatrixShape, QuantizationMethod
 class Unquantized(QuantizationMethod):
     """`weight` [out, in] and, where the layer has one, `bias` [out]."""
 
-    groups = True
+    suits_experts = True
 
     def create_weights(self, shape: MatrixShape, dtype: torch.dtype, name: str = "") -> dict[str, Tensor]:
         forms = self.checkpoint_tensors(shape)

@@ -64,7 +64,7 @@ def test_methods_are_recognized(tmp_path: Path, stated: dict[str, Any] | None, f
     [
         (GPTQ, "int8", r"quantization='int8' contradicts model .* quantized already \(gptq\)"),
         (GPTQ, "awq", r"quantization='awq' contradicts model .* quantized already \(gptq\)"),
-        (None, "awq", "quantization='awq' contradicts model .* not quantized: leave it out, or choose 'int8'"),
+        (None, "awq", "quantization='awq' contradicts model .* choose one of 'int8', 'int4', 'w8a8', 'w4a8', made"),
     ],
 )
 def test_contradictions_show_both(tmp_path: Path, stated: dict[str, Any] | None, asked: Any, message: str) -> None:

@@ -1,13 +1,15 @@
 """Weights in few bits: plain-torch twins and packed formats hold the same numbers, however a layer's parts arrive."""
 
-from typing import Any
+from typing import Any, get_type_hints
 
 import pytest
 import torch
 from torch import Tensor
 from unpacking import unpacked
 
-from quire import ops
+from quire import EngineArgs, ops
+from quire.config.options import choices_of
+from quire.config.quantized import MADE_METHODS, METHODS
 from quire.layers.embedding import Embedding, LearnedPositions, TiedHead, VocabEmbedding
 from quire.layers.linear import Linear, Matrix, Place
 from quire.ops.grouped import expand, pack_int4
@@ -15,7 +17,7 @@ from quire.ops.native.builder import ProgramBuilder, StepIndex
 from quire.ops.native.matrix import PackedMatrix
 from quire.ops.native.structs import Type
 from quire.quantization.base import MatrixShape, QuantizationMethod, TensorForm
-from quire.quantization.coded import Coded
+from quire.quantization.coded import MADE, Coded
 from quire.quantization.packed import Packed, PackedParts
 from quire.quantization.registry import select_formats
 from quire.quantization.unquantized import Unquantized
@@ -70,6 +72,12 @@ def test_registry() -> None:
     eight = select_formats("fp8", BF16, None, on_device=True)
     assert [getattr(method, "kind", None) for method in (eight.linear, eight.table)] == ["fp8", "int8"]
     assert isinstance(select_formats("fp8", BF16, None).linear, Unquantized)  # there it is what checkpoints are
+
+
+def test_every_made_format_is_a_choice() -> None:
+    """Of the option; but for those that the kernels don't have, which only a device makes."""
+    assert list(MADE_METHODS) == [name for name, made in MADE.items() if made.packed is not None]
+    assert set(MADE_METHODS + METHODS) < set(choices_of(get_type_hints(EngineArgs)["quantization"]))
 
 
 def test_a_level_may_have_an_order_of_its_own() -> None:
