@@ -1,8 +1,8 @@
 """The contract of an attention backend, and the descriptions of a step and of a layer's attention that it is given.
 
-The worker asks for the cache's shape, allocates it, and builds metadata once a step and KV group; attention layers
-make one call, `attend`. A backend must not know requests, schedulers or models. The plain-torch backend in `reference`
-is the specification.
+The worker asks for the cache's shape and allocates it, its device has metadata built once a step and KV group, and
+attention layers make one call, `attend`. A backend must not know requests, schedulers or models. The plain-torch
+backend in `reference` is the specification.
 """
 
 from abc import ABC, abstractmethod

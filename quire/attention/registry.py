@@ -1,4 +1,4 @@
-"""Chooses the attention backend. The worker asks once at start-up; a new backend is one line here."""
+"""Chooses the attention backend. A device asks once, when it is made; a new backend is one line here."""
 
 from collections.abc import Callable
 from typing import Any, Literal

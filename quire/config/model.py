@@ -1,7 +1,7 @@
 """What the engine knows about a model before it loads a weight: shapes, dtype, context length, end-of-sequence ids.
 
-`quire.config.config_json` reads what its files say; here that is joined with what the options ask for. Called once by
-the engine's set-up; models and the runner only read it. Must not know torch, nor which architectures have an
+`quire.config.config_json` reads what its files say; here that is joined with what the options ask for. Called as
+options are resolved; models and the runner only read it. Must not know torch, nor which architectures have an
 implementation (that is `quire.models.registry`).
 """
 

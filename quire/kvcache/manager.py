@@ -1,7 +1,8 @@
 """The KV manager: block tables of running sequences, prefix sharing, forks and copy-on-write, over all KV groups.
 
-The scheduler is its only caller: it opens a table per sequence, asks for blocks before a step and commits what the
-step computed. The manager sees token ids to name prefixes by, and never a tensor, a queue or a policy.
+The scheduler opens a table per sequence, asks for blocks before a step and commits what the step computed; resets, pins
+and events are the engine core's to ask for. It sees token ids to name prefixes by, and never a tensor, a queue or a
+policy.
 """
 
 import sys

@@ -1,7 +1,7 @@
 """The pool of KV blocks: reference counts, the list of free blocks, and which block holds which content.
 
-The KV manager is its only caller. A block is a number that lists and dicts share: it takes 155 bytes, and some 120
-more once its content can be found. It must not know of sequences, tokens or tensors.
+The KV manager and its parts are the only callers. A block is a number that lists and dicts share: it takes 155 bytes,
+and some 120 more once its content can be found. It must not know of sequences, tokens or tensors.
 """
 
 from collections import OrderedDict

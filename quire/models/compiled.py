@@ -1,7 +1,7 @@
 """A model recorded as two programs of native kernels, body and head: called as the model itself, one native call each.
 
-The worker makes one from a loaded model whose weights are packed. The model's own `forward` says what is computed: it
-runs once, with the builder's values in place of tensors.
+The CPU's device makes one from a loaded model whose weights are packed. The model's own `forward` says what is
+computed: it runs once, with the builder's values in place of tensors.
 """
 
 from collections.abc import Callable, Sequence

@@ -1,4 +1,4 @@
-"""Chooses the weight formats of a model. The worker asks once at start-up; a new format is one line here."""
+"""Chooses the weight formats of a model. A device asks when one is to be built; a new format is one line here."""
 
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field

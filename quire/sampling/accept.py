@@ -3,7 +3,7 @@
 Rejection is the modified rejection sampler of Leviathan et al. (2023) and Chen et al. (2023); typical acceptance is
 Medusa's (Cai et al., 2024). Both see the distribution after all processing. Every random number is of (seed, sequence,
 position, purpose), and a lane's judgement of nothing but its own row, so that whoever else is in the step changes no
-bit. The device calls it, for lanes whose `drafted` is set; it knows no proposer.
+bit. `quire.worker.judging` calls it, for lanes whose `drafted` is set; it knows no proposer.
 """
 
 import math

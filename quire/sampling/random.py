@@ -1,7 +1,8 @@
 """Random numbers from a counter, so that a draw depends on nothing but (seed, sequence, position).
 
 Philox4x32-10 of Salmon, Moraes, Dror and Shaw, "Parallel random numbers: as easy as 1, 2, 3" (SC 2011). Called by the
-sampler once per drawn token. Holds no state: no stream to save at preemption, none to share between requests.
+sampler once per drawn token, and where drafts are judged. Holds no state: no stream to save at preemption, none to
+share between requests.
 """
 
 Words = tuple[int, int, int, int]  # each below 2**32

@@ -3,7 +3,7 @@
 The order for each row is vLLM's: raw logprobs (before anything), processing.py, temperature, min_p, top-k, top-p, draw;
 greedy rows take the largest processed logit, the lowest id among equals. A row's outcome has the same bits alone or in
 any batch, at any row, and from the compiled sampler (native.py, where there is one) or numpy. A row that can't be
-sampled is reported in `failures`; the others go on. Called by the runner.
+sampled is reported in `failures`; the others go on. Called by the runner, through `waves`, and by what drafts.
 """
 
 import logging

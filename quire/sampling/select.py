@@ -2,8 +2,8 @@
 
 Probabilities are integers: weight = floor(exp((logit - max) / temperature) * 2**40). Integer sums don't depend on their
 order, so a row's outcome depends on neither batch nor thread, and no rounding can put a draw past the end. The order of
-tokens is: larger logit first, then lower id. Called by the sampler and logprobs; knows no request. csrc/sampler.h does
-the same, with the same bits.
+tokens is: larger logit first, then lower id. Called by the sampler, logprobs and who judges drafts; knows no request.
+csrc/sampler.h does the same, with the same bits.
 """
 
 import math

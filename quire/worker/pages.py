@@ -1,8 +1,8 @@
 """Pages of host memory for what is large: kept when freed, huge where the system has such.
 
-The worker calls `keep_freed_memory` once weights are loaded, and takes what is large and read in streams from
-`huge_pages`, or where it only plans from `zero_pages`. It knows tensors and the C library, and nothing of models or
-caches.
+The CPU's device calls `keep_freed_memory` once weights are loaded. What is large and read in streams is taken from
+`huge_pages`, or where a start is only planned from `zero_pages`. It knows tensors and the C library, and nothing of
+models or caches.
 """
 
 import contextlib

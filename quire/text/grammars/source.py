@@ -1,7 +1,7 @@
 """From what a user gives to a grammar in llguidance's own language: schemas, regexes, choices, GBNF and Lark.
 
-The manager calls it in its thread, as it may take long. What llguidance would not hold a model to is refused here, by
-name; what llguidance itself refuses, it says when it compiles.
+`compiler` calls it in threads of its own, as it may take long. What llguidance would not hold a model to is refused
+here, by name; what llguidance itself refuses, it says when it compiles.
 """
 
 import json

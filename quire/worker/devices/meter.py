@@ -1,6 +1,6 @@
 """How much memory a step's transient tensors take, and how long it takes, measured by real steps of a few tokens.
 
-The CPU device makes meters at start-up. Every tensor of a step has so many bytes a token or so many a sampled row, so
+A device makes meters at start-up. Every tensor of a step has so many bytes a token or so many a sampled row, so
 that two sizes say what any size takes: a step of the largest size would touch gigabytes, at 2.4 ms a MiB on the
 reference machine, to find the same number. Memory is counted as it is asked for, and nothing large is touched.
 """

@@ -1,8 +1,8 @@
 """Fills a model with the weights of its checkpoint, or with random ones for measurements.
 
-Called once by the worker. Streams the source tensor by tensor into the model's own parameters, so that the peak is the
-model plus one window of mapped file. Must not know the names or layouts of a family (`load_weights` of the model owns
-those), nor a file format (the sources do).
+Called by the worker for its model, and for one that drafts. Streams the source tensor by tensor into the model's own
+parameters, so that the peak is the model plus one window of mapped file. Must not know the names or layouts of a family
+(`load_weights` of the model owns those), nor a file format (the sources do).
 """
 
 import time
