@@ -67,9 +67,7 @@ class QuantizationMethod(ABC):
 
     filled: frozenset[str] = frozenset()  # checkpoint tensors that are there from the start and need no loading
 
-    suits_experts = (
-        False  # whether its weights are what `quire.ops.Experts` says, for products with many matrices at once
-    )
+    suits_experts = False  # whether its weights are what `quire.ops.Experts` says: many are multiplied at once
 
     @abstractmethod
     def create_weights(self, shape: MatrixShape, dtype: torch.dtype, name: str = "") -> dict[str, Tensor]:

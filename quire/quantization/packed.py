@@ -5,6 +5,7 @@ matrix is recorded in a program (`quire.ops.native.builder`); there are no tenso
 """
 
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from itertools import groupby
 
 import torch
@@ -18,6 +19,23 @@ from quire.quantization.coded import MADE
 
 # (shape, dtype, name) -> zeroed memory, or what an earlier start left there under the name.
 Allocate = Callable[[tuple[int, ...], torch.dtype, str], Tensor]
+_MADE = {name: made.packed for name, made in MADE.items() if made.packed is not None}
+
+
+@dataclass(frozen=True)
+class Packing:
+    """For which kernels weights are packed, and where they live.
+
+    Attributes:
+        dtype: the model's, float32 or bfloat16.
+        filled: what `allocate` returns holds the packed weights already.
+        level: of the kernels that will multiply, where they are known: see `OWN_TYPES` and `is_paired`.
+    """
+
+    dtype: torch.dtype
+    allocate: Allocate
+    filled: bool = False
+    level: str = ""
 
 
 class Packed(QuantizationMethod):
@@ -25,31 +43,16 @@ class Packed(QuantizationMethod):
 
     Args:
         made: of MADE, a format that the kernels have; None keeps the model's own type.
-        dtype: the model's, float32 or bfloat16.
-        allocate: where weights live.
-        filled: what `allocate` returns holds the packed weights already.
         kept: the type of a checkpoint's matrices that are kept as they are, blocks or W8A8, whatever is `made`: its
             `weight` is uint8 [out, bytes of a row].
-        level: of the kernels that will multiply, where they are known: see `OWN_TYPES` and `is_paired`.
     """
 
-    def __init__(
-        self,
-        made: str | None,
-        dtype: torch.dtype,
-        allocate: Allocate,
-        filled: bool = False,
-        *,
-        kept: Type | None = None,
-        level: str = "",
-    ) -> None:
-        usual = MADE[made].packed if made else TYPE_OF[dtype]
-        assert usual is not None, f"the kernels have no {made}"
-        self.type = kept or OWN_TYPES.get(level, {}).get((dtype, made), usual)
+    def __init__(self, made: str | None, packing: Packing, kept: Type | None = None) -> None:
+        dtype, level = packing.dtype, packing.level
+        self.type = kept or OWN_TYPES.get(level, {}).get((dtype, made)) or (_MADE[made] if made else TYPE_OF[dtype])
         self.paired = is_paired(level, dtype, self.type)
-        self._kept = kept is not None
-        self._allocate = allocate
-        self.filled = frozenset({"weight"}) if filled else frozenset()
+        self._kept, self._allocate = kept is not None, packing.allocate
+        self.filled = frozenset({"weight"}) if packing.filled else frozenset()
 
     def create_weights(self, shape: MatrixShape, dtype: torch.dtype, name: str = "") -> dict[str, Tensor]:
         data_shape = PackedMatrix.data_shape(shape.out_features, shape.in_features, self.type)

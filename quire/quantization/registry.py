@@ -2,16 +2,13 @@
 
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
-from functools import partial
 from typing import Protocol
-
-import torch
 
 from quire.ops.native.structs import Type
 from quire.quantization.base import QuantizationMethod
 from quire.quantization.coded import MADE, Coded
 from quire.quantization.grouped import KEPT
-from quire.quantization.packed import Allocate, Packed, PackedParts
+from quire.quantization.packed import Packed, PackedParts, Packing
 from quire.quantization.unquantized import Unquantized
 
 PACKED_AS_THEY_ARE = [type for type in Type if type is Type.W8A8 or type >= Type.Q4_0]  # blocks, of codes or integers
@@ -66,36 +63,27 @@ def uniform(method: QuantizationMethod) -> WeightFormats:
 
 
 def select_formats(
-    name: str | None,
-    dtype: torch.dtype,
-    allocate: Allocate | None,
-    filled: bool = False,
-    blocks: TypesByLayer | None = None,
-    level: str = "",
-    *,
-    on_device: bool = False,
+    name: str | None, packing: Packing | None, blocks: TypesByLayer | None = None, *, on_device: bool = False
 ) -> WeightFormats:
-    """The formats called `name`: packed for the native kernels, or with `allocate` None for plain torch.
+    """The formats called `name`: packed for the native kernels, or with `packing` None for plain torch.
 
     Args:
         on_device: without native kernels, on a device that knows "fp8" and checkpoints' own codes, too.
         blocks: of a checkpoint whose matrices are in blocks. What the kernels have no such type for is
             kept plain, as is everything without kernels: its loader makes numbers of it.
-        level: see `Packed`.
     """
 
     def method(made: str | None) -> QuantizationMethod:
-        if allocate is not None:
-            return Packed(made, dtype, allocate, filled, level=level)
+        if packing is not None:
+            return Packed(made, packing)
         return Unquantized() if made is None else Coded(made)
 
     plain = method(None)
     if not blocks:
-        is_made = name in MADE and (on_device or MADE[name].packed is not None)  # else it is a checkpoint's own
+        is_made = name in MADE and (on_device or MADE[name].packed is not None)  # "fp8" is a checkpoint's own else
         # The head decides among all tokens at once and embeddings have no neighbours to average with: eight bits.
         return WeightFormats(method(name), method("int8"), plain) if is_made else uniform(plain)
     kept: dict[str, QuantizationMethod] = {kind: Coded(kind) for kind in KEPT} if on_device else {}
-    if allocate is not None:
-        packed = partial(Packed, None, dtype, allocate, filled, level=level)
-        kept = {kind.name: packed(kept=kind) for kind in PACKED_AS_THEY_ARE}
+    if packing is not None:
+        kept = {kind.name: Packed(None, packing, kind) for kind in PACKED_AS_THEY_ARE}
     return WeightFormats(plain, plain, plain, blocks=blocks, kept=kept)

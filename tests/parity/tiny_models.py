@@ -22,6 +22,7 @@ from quire.models.sharding import Sharding
 from quire.ops.gather import Meeting
 from quire.ops.native.library import TORCH, Target, default_target
 from quire.protocol.cache import group_layers
+from quire.quantization.packed import Packing
 from quire.quantization.registry import select_formats
 
 LLAMA = {
@@ -267,7 +268,7 @@ def build_ours(
     config = ModelConfig.from_pretrained(str(directory), dtype=dtype, **options)
     native = kernels != TORCH
     backend = select_backend("native" if native else "reference")
-    formats = select_formats(quantization, DTYPES[config.dtype], zeros if native else None)
+    formats = select_formats(quantization, Packing(DTYPES[config.dtype], zeros) if native else None)
     model = build_model(config, backend, formats, Sharding(group, reduces=reduces))
     model.load_weights(checkpoint(directory))
     assert not model.missing_weights

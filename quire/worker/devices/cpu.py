@@ -25,6 +25,7 @@ from quire.models.compiled_eagle import CompiledEagle
 from quire.models.eagle import EagleHead, RunnableHead
 from quire.models.registry import DTYPES
 from quire.ops.native.library import TORCH, Target, choose_level, default_num_threads, prefault, torch_threads
+from quire.quantization.packed import Packing
 from quire.quantization.registry import TypesByLayer, WeightFormats, select_formats
 from quire.utils.host_memory import available_memory_bytes
 from quire.worker.devices.base import Device
@@ -76,8 +77,8 @@ class CpuDevice(Device):
     def weight_formats(
         self, quantization: str | None, store: WeightStore, blocks: TypesByLayer | None = None
     ) -> WeightFormats:
-        allocate = store.allocate if self.packs_weights else None
-        return select_formats(quantization, self.dtype, allocate, store.filled, blocks, self.kernels)
+        packing = Packing(self.dtype, store.allocate, store.filled, self.kernels) if self.packs_weights else None
+        return select_formats(quantization, packing, blocks)
 
     def adopt(self, num_parameters: int) -> None:
         if num_parameters < SMALL_MODEL:

@@ -97,7 +97,7 @@ class CudaDevice(Device):
     ) -> WeightFormats:
         if not blocks:  # a checkpoint's own numbers are dequantized
             self._check_fp8(quantization)
-        return select_formats(quantization, self.dtype, None, store.filled, blocks, on_device=True)
+        return select_formats(quantization, None, blocks, on_device=True)
 
     def with_threads(self, num_threads: int) -> "CudaDevice":
         raise ConfigError(f"{OPTION}: num_threads is for a CPU's kernels; leave it out.")

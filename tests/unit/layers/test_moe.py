@@ -12,7 +12,7 @@ from quire.layers.moe import MixtureOfExperts, Routing
 from quire.ops.native.builder import ProgramBuilder
 from quire.ops.native.library import TORCH, levels
 from quire.quantization.base import QuantizationMethod
-from quire.quantization.packed import Packed
+from quire.quantization.packed import Packed, Packing
 from quire.quantization.unquantized import Unquantized
 
 SIZE, INNER, EXPERTS = 32, 48, 5
@@ -79,7 +79,7 @@ def test_a_token_gets_the_weighted_sum_of_its_experts(shared: bool, renormalize:
 def test_no_token_has_a_say_in_anothers(kind: str, dtype: torch.dtype) -> None:
     if kind != "plain" and levels() == [TORCH]:
         pytest.skip("needs the compiled kernels")
-    method = Unquantized() if kind == "plain" else Packed(kind if kind != "packed" else None, dtype, zeros)
+    method = Unquantized() if kind == "plain" else Packed(kind if kind != "packed" else None, Packing(dtype, zeros))
     moe = mixture(method, dtype, Routing(EXPERTS, 2, True), shared=True)
     x = torch.randn(90, SIZE, generator=torch.Generator().manual_seed(2)).to(dtype)
 

@@ -18,7 +18,7 @@ from quire.layers.linear import Linear
 from quire.models.registry import SUPPORTED_ARCHITECTURES, CausalLM, build_model
 from quire.protocol.cache import LayerCache
 from quire.quantization.base import QuantizationMethod
-from quire.quantization.packed import Packed
+from quire.quantization.packed import Packed, Packing
 from quire.quantization.registry import uniform
 from quire.worker.weights.load import load_model_weights
 
@@ -131,12 +131,12 @@ def test_matrices_that_are_there_already_need_no_loading(make) -> None:
     """With weights that an earlier start packed, only the vectors are missing."""
     weights = tensors(LLAMA)
     vectors = {name: tensor for name, tensor in weights.items() if tensor.dim() == 1}
-    model = make(LLAMA, method=Packed(None, torch.float32, zeros, filled=True))
+    model = make(LLAMA, method=Packed(None, Packing(torch.float32, zeros, filled=True)))
     assert model.filled_weights == weights.keys() - vectors.keys()
     assert model.missing_weights == set(vectors)
     model.load_weights(vectors.items())
     assert not model.missing_weights
-    fresh = make(LLAMA, method=Packed(None, torch.float32, zeros))
+    fresh = make(LLAMA, method=Packed(None, Packing(torch.float32, zeros)))
     assert fresh.filled_weights == set()
     assert fresh.missing_weights == set(weights)
 
@@ -248,7 +248,10 @@ def test_dummy_weights_are_the_same_in_every_format(make, level: str) -> None:
     """They are made as a checkpoint's tensors are, by those names: merged layers and packed ones get the same."""
     models = [
         make(GPT2),
-        make(GPT2, method=Packed(None, torch.float32, lambda shape, dtype, name: torch.zeros(shape, dtype=dtype))),
+        make(
+            GPT2,
+            method=Packed(None, Packing(torch.float32, lambda shape, dtype, name: torch.zeros(shape, dtype=dtype))),
+        ),
     ]
     for model in models:
         load_model_weights(model, make.config, load_format="dummy", progress=False)
@@ -272,7 +275,7 @@ def test_layers_know_their_names_and_packed_weights_are_kept_by_them(make) -> No
 
     for config in (LLAMA, GPT2, OPT):
         asked.clear()
-        model = make(config, method=Packed("int8", torch.float32, allocate))
+        model = make(config, method=Packed("int8", Packing(torch.float32, allocate)))
         layers = [(path, module) for path, module in model.named_modules() if isinstance(module, Linear | Embedding)]
         assert all(module.name == path for path, module in layers)
         assert sorted(asked) == sorted(f"{path}.{tensor}" for path, _ in layers for tensor in ("packed", "scales"))

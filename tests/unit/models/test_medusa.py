@@ -13,6 +13,7 @@ from quire.models.compiled import CompiledHeads
 from quire.models.medusa import MedusaHeads, MedusaShape, read_shape
 from quire.models.weights import CheckpointFormat, weight_slots
 from quire.ops.native.library import library
+from quire.quantization.packed import Packing
 from quire.quantization.registry import select_formats
 
 SIZE, VOCAB = 32, 48
@@ -94,8 +95,8 @@ def test_numbers_that_do_not_agree_are_said(config: dict[str, Any], num_heads: i
 
 def built(tensors: dict[str, Tensor], num_heads: int, *, packed: bool, **config: Any) -> MedusaHeads:
     shape, names = read_shape(config, shapes(tensors), num_heads)
-    allocate = (lambda shape, dtype, name: torch.zeros(shape, dtype=dtype)) if packed else None
-    formats = select_formats(None, torch.float32, allocate)
+    packing = Packing(torch.float32, lambda shape, dtype, name: torch.zeros(shape, dtype=dtype)) if packed else None
+    formats = select_formats(None, packing)
     context = BuildContext(select_backend("native" if packed else "reference"), formats, torch.float32)
     heads = MedusaHeads(shape, Builder(context))
     slots = weight_slots(heads, CheckpointFormat(prefix=""))

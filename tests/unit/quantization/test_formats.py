@@ -18,7 +18,7 @@ from quire.ops.native.matrix import PackedMatrix
 from quire.ops.native.structs import Type
 from quire.quantization.base import MatrixShape, QuantizationMethod, TensorForm
 from quire.quantization.coded import MADE, Coded
-from quire.quantization.packed import Packed, PackedParts
+from quire.quantization.packed import Packed, PackedParts, Packing
 from quire.quantization.registry import select_formats
 from quire.quantization.unquantized import Unquantized
 
@@ -61,7 +61,7 @@ def recorded(function: Any, *inputs: Tensor, width: int, dtype: torch.dtype) -> 
 def test_registry() -> None:
     types = {None: (Type.BF16, Type.BF16), "int8": (Type.I8, Type.I8), "int4": (Type.I4, Type.I8)}
     for name, expected in (types | {"w8a8": (Type.W8A8, Type.I8), "w4a8": (Type.W4A8, Type.I8)}).items():
-        packed, plain = select_formats(name, BF16, zeros), select_formats(name, BF16, None)
+        packed, plain = select_formats(name, Packing(BF16, zeros)), select_formats(name, None)
         for method, twin, type in zip(
             (packed.linear, packed.table), (plain.linear, plain.table), expected, strict=True
         ):
@@ -69,9 +69,9 @@ def test_registry() -> None:
             assert method.type == type
             assert isinstance(twin, Unquantized) if name is None else isinstance(twin, Coded)
             assert getattr(twin, "kind", None) == {Type.BF16: None, Type.I8: "int8", Type.I4: "int4"}.get(type, name)
-    eight = select_formats("fp8", BF16, None, on_device=True)
+    eight = select_formats("fp8", None, on_device=True)
     assert [getattr(method, "kind", None) for method in (eight.linear, eight.table)] == ["fp8", "int8"]
-    assert isinstance(select_formats("fp8", BF16, None).linear, Unquantized)  # there it is what checkpoints are
+    assert isinstance(select_formats("fp8", None).linear, Unquantized)  # there it is what checkpoints are
 
 
 def test_every_made_format_is_a_choice() -> None:
@@ -91,7 +91,7 @@ def test_a_level_may_have_an_order_of_its_own() -> None:
         ("int8", F32, "avx512_bf16", Type.I8),
         ("int4", BF16, "avx512_bf16", Type.I4),
     ):
-        linear = select_formats(made, dtype, zeros, level=level).linear
+        linear = select_formats(made, Packing(dtype, zeros, level=level)).linear
         assert isinstance(linear, Packed)
         assert linear.type is type
 
@@ -99,7 +99,7 @@ def test_a_level_may_have_an_order_of_its_own() -> None:
 @pytest.mark.parametrize("made", [None, "int8", "int4", "w8a8", "w4a8"])
 @pytest.mark.parametrize("dtype", [F32, BF16])
 def test_a_packed_layer_is_its_twin(level: str, dtype: torch.dtype, made: str | None) -> None:
-    method = Packed(made, dtype, zeros)
+    method = Packed(made, Packing(dtype, zeros))
     twin = filled_linear(Unquantized() if made is None else Coded(made), dtype, ["q_proj", "k_proj", "v_proj"])
     layer = filled_linear(method, dtype, ["v_proj", "q_proj", "k_proj"])
     x = draw(37, 70, dtype=dtype, seed=9)
@@ -155,7 +155,7 @@ def test_four_bits_are_packed_in_pairs(num_columns: int) -> None:
 @pytest.mark.parametrize("dtype", [F32, BF16])
 def test_a_packed_table_is_looked_up_and_multiplied(level: str, dtype: torch.dtype, made: str | None) -> None:
     plain = Unquantized() if made is None else Coded(made)
-    pair = [VocabEmbedding(Place("", m, dtype), 50, 40) for m in (Packed(made, dtype, zeros), plain)]
+    pair = [VocabEmbedding(Place("", m, dtype), 50, 40) for m in (Packed(made, Packing(dtype, zeros)), plain)]
     for embedding in pair:
         [slot] = embedding.checkpoint_slots("")
         slot.load(draw(50, 40, dtype=dtype))
@@ -169,7 +169,9 @@ def test_a_packed_table_is_looked_up_and_multiplied(level: str, dtype: torch.dty
 @pytest.mark.parametrize("made", [None, "int8"])
 def test_positions_are_offset_in_every_format(level: str, made: str | None) -> None:
     twin = Unquantized() if made is None else Coded(made)
-    native, plain = (LearnedPositions(Place("", m, F32), 9, 40, offset=2) for m in (Packed(made, F32, zeros), twin))
+    native, plain = (
+        LearnedPositions(Place("", m, F32), 9, 40, offset=2) for m in (Packed(made, Packing(F32, zeros)), twin)
+    )
     for layer in (native, plain):
         [slot] = layer.checkpoint_slots("")
         slot.load(draw(11, 40))
@@ -185,8 +187,8 @@ def test_a_layer_in_blocks_is_kept_as_the_file_has_it(level: str) -> None:
     """Its parts are loaded as bytes, and it computes what a matrix of their values does."""
     gguf = pytest.importorskip("gguf")
     parts = {"q_proj": 21, "k_proj": 5, "v_proj": 38}
-    layer = Linear(Place("attn.qkv_proj", Packed(None, BF16, zeros, kept=Type.Q4_0), BF16), 96, parts)
-    plain = Linear(Place("attn.qkv_proj", Packed(None, BF16, zeros), BF16), 96, parts)
+    layer = Linear(Place("attn.qkv_proj", Packed(None, Packing(BF16, zeros), kept=Type.Q4_0), BF16), 96, parts)
+    plain = Linear(Place("attn.qkv_proj", Packed(None, Packing(BF16, zeros)), BF16), 96, parts)
     slots = {slot.name: slot for slot in plain.checkpoint_slots("attn.qkv_proj")}
     for slot in reversed(list(layer.checkpoint_slots("attn.qkv_proj"))):
         rows = slot.form.shape[0]
@@ -202,12 +204,12 @@ def test_a_layer_in_blocks_is_kept_as_the_file_has_it(level: str) -> None:
 def test_parts_of_several_types_are_products_side_by_side(level: str, kinds: tuple[str, ...]) -> None:
     gguf = pytest.importorskip("gguf")
     methods = {
-        part: Packed(None, BF16, zeros, kept=None if kind == "BF16" else Type[kind])
+        part: Packed(None, Packing(BF16, zeros), kept=None if kind == "BF16" else Type[kind])
         for kind, part in zip(kinds, PARTS, strict=True)
     }
     methods["k_proj"] = methods["q_proj"] if kinds[0] == kinds[1] else methods["k_proj"]
     layer = Linear(Place("attn.qkv_proj", PackedParts(methods), BF16), 96, PARTS, bias=True)
-    plain = Linear(Place("attn.qkv_proj", Packed(None, BF16, zeros), BF16), 96, PARTS, bias=True)
+    plain = Linear(Place("attn.qkv_proj", Packed(None, Packing(BF16, zeros)), BF16), 96, PARTS, bias=True)
     slots = {slot.name: slot for slot in plain.checkpoint_slots("attn.qkv_proj")}
     for slot in reversed(list(layer.checkpoint_slots("attn.qkv_proj"))):
         values = draw(slots[slot.name].form.shape[0], 96, seed=3) if "weight" in slot.name else draw(slot.form.shape[0])
@@ -227,7 +229,7 @@ def test_parts_of_several_types_are_products_side_by_side(level: str, kinds: tup
 
 def test_each_matrix_of_a_checkpoint_in_blocks_has_its_own_type() -> None:
     kinds = {"attn.q": "Q4_K", "attn.k": "Q4_K", "attn.v": "Q6_K", "mlp.gate": "Q4_K", "mlp.up": "Q4_K", "norm": "F32"}
-    formats = select_formats(None, BF16, zeros, blocks=kinds | {"embed": "Q6_K", "odd": "TQ1_0"})
+    formats = select_formats(None, Packing(BF16, zeros), blocks=kinds | {"embed": "Q6_K", "odd": "TQ1_0"})
 
     def type_of(name: str, *parts: str, table: bool = False) -> Type:
         method = formats.method_for(name, parts=parts, table=table)
@@ -240,19 +242,19 @@ def test_each_matrix_of_a_checkpoint_in_blocks_has_its_own_type() -> None:
     assert type_of("mlp.gate_up", "gate", "up") is Type.Q4_K
     assert type_of("attn.v") is type_of("embed", table=True) is Type.Q6_K
     assert type_of("odd") is type_of("norm") is type_of("not in the file") is Type.BF16
-    without = select_formats(None, BF16, None, blocks=kinds)
+    without = select_formats(None, None, blocks=kinds)
     assert isinstance(without.method_for("attn.v"), Unquantized)
 
 
 def test_what_an_earlier_start_packed_is_said_to_be_there() -> None:
-    assert Packed("int8", F32, zeros).filled == frozenset()
-    assert Packed("int8", F32, zeros, filled=True).filled == {"weight"}, "a bias is never kept"
+    assert Packed("int8", Packing(F32, zeros)).filled == frozenset()
+    assert Packed("int8", Packing(F32, zeros, filled=True)).filled == {"weight"}, "a bias is never kept"
     assert Unquantized().filled == Coded("int4").filled == frozenset()
 
 
 def test_packed_weights_are_for_programs_only(level: str) -> None:
-    layer = Linear(Place("", Packed(None, F32, zeros), F32), 8, 3)
+    layer = Linear(Place("", Packed(None, Packing(F32, zeros)), F32), 8, 3)
     with pytest.raises(AssertionError, match="recorded programs only"):
         layer(torch.ones(2, 8))
     with pytest.raises(AssertionError, match="recorded programs only"):
-        Embedding(Place("", Packed("int8", F32, zeros), F32), 3, 8)(torch.tensor([1]))
+        Embedding(Place("", Packed("int8", Packing(F32, zeros)), F32), 3, 8)(torch.tensor([1]))

@@ -110,7 +110,7 @@ def test_codes_of_float8_that_are_no_numbers_show(column: int) -> None:
 
 def test_a_device_keeps_what_its_kernels_know_and_merges_only_what_is_alike() -> None:
     kinds = {"attn.q": "U4_128", "attn.k": "U4_128", "attn.v": "U8_32", "mlp.gate": "F8_128", "mlp.up": "F8_128"}
-    formats = select_formats(None, BF16, None, blocks=kinds | {"head": "C4_32"}, on_device=True)
+    formats = select_formats(None, None, blocks=kinds | {"head": "C4_32"}, on_device=True)
     assert isinstance(formats.method_for("attn.q"), Coded)
     assert formats.method_for("attn.qk", parts=("q", "k")) is formats.method_for("attn.q")
     assert formats.method_for("mlp.gate_up", parts=("gate", "up")) is formats.method_for("mlp.gate")
