@@ -19,7 +19,7 @@ from quire.quantization.coded import MADE
 
 # (shape, dtype, name) -> zeroed memory, or what an earlier start left there under the name.
 Allocate = Callable[[tuple[int, ...], torch.dtype, str], Tensor]
-_MADE = {name: made.packed for name, made in MADE.items() if made.packed is not None}
+_MADE = {name: made.packed for name, made in MADE.items() if made.packed is not None}  # that the kernels have
 
 
 @dataclass(frozen=True)
