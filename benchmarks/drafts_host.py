@@ -62,7 +62,7 @@ def engine_of(num_drafts: int, token_id: int) -> Any:
     engine = LLM("demo", show_progress=False, enable_prefix_caching=False, speculative_config=config).llm_engine
     runner: Any = engine.executor.worker.runner
     if num_drafts:
-        runner.proposer = Fixed(num_drafts, token_id)
+        runner.speculation.proposer = Fixed(num_drafts, token_id)
     size = runner.model.vocab_size
     chosen = torch.zeros(1024, size).index_fill_(1, torch.tensor([0]), 1.0)
     runner.model.compute_logits = lambda hidden: chosen[: hidden.shape[0]]

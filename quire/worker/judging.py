@@ -19,7 +19,7 @@ from quire.sampling.waves import draw_lanes
 from quire.speculative.base import Proposer
 from quire.worker.rows import Row
 
-_NO_HIDDEN = torch.empty(0, 0)
+NO_HIDDEN = torch.empty(0, 0)
 
 
 class Judge:
@@ -57,7 +57,7 @@ class Judge:
         rows = [lane.drafted for lane in lanes]
         for row in rows:
             row.max_drafts = 1
-        for lane, row, drafts in zip(lanes, rows, self._proposer.propose(rows, _NO_HIDDEN), strict=True):
+        for lane, row, drafts in zip(lanes, rows, self._proposer.propose(rows, NO_HIDDEN), strict=True):
             if drafts:
                 row.tokens.set_drafts(drafts[:1])
                 lane.probs = [row.probs[0].numpy()] if row.probs is not None else []

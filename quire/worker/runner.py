@@ -1,7 +1,7 @@
 """The model runner: carries out one step plan on one device.
 
 The worker calls `begin` and then `finish`: bring the rows up to date, gather the inputs, run the model; sample,
-remember the new tokens, draft more. It keeps rows and KV tensors and knows nothing of queues, policies or text.
+remember the new tokens, have more drafted. It keeps rows and KV tensors and knows nothing of queues, policies or text.
 """
 
 import ctypes
@@ -11,11 +11,10 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 
 import numpy as np
-import torch
 from msgspec import structs
 from torch import Tensor
 
-from quire.attention.step import AdapterBatch, Taps
+from quire.attention.step import AdapterBatch
 from quire.distributed.links import AnyLink
 from quire.models.causal_lm import RunnableModel
 from quire.protocol.requests import PoolingTask, SamplingTask
@@ -35,18 +34,16 @@ from quire.sampling.logprobs import prompt_logprobs
 from quire.sampling.native import SampleCall
 from quire.sampling.sampler import rank
 from quire.sampling.state import Mask, SamplingState, masks_of
-from quire.sampling.tokens import NO_DRAFT
 from quire.sampling.waves import draw_lanes
 from quire.sampling_params import SamplingParams
-from quire.speculative.base import ComputedSpan, DraftedSequence, Proposer
-from quire.speculative.pace import Pace
 from quire.worker.adapters import Adapters
 from quire.worker.ahead import Ahead
 from quire.worker.cache import KVCache
 from quire.worker.devices.base import Device
 from quire.worker.gather import gather
-from quire.worker.judging import Judge
+from quire.worker.judging import NO_HIDDEN
 from quire.worker.rows import Row, RowTable
+from quire.worker.speculation import Speculation
 
 logger = logging.getLogger(__name__)
 
@@ -62,12 +59,6 @@ class _Begun:
     rows: list[Row]
     ends: list[int]  # as StepBatch.ends
     hidden: Tensor  # [T, H]
-    seconds: float  # that all this took, where it is measured
-    start: float = 0.0  # when it began, likewise
-    taps: Sequence[Tensor] = ()  # [T, H] of each layer that the proposer reads
-    resting: bool = False  # nobody is to have drafts after it
-    reads: bool = False  # the proposer is to see all of it
-    reading: float = 0.0  # seconds that this took
     adapters: AdapterBatch | None = None  # of the tokens
     call: SampleCall | None = None  # draws each sequence's token, where nothing else is to be done
 
@@ -81,10 +72,8 @@ class ModelRunner:
         model: the loaded model, as the device runs it.
         cache: its KV cache.
         table: the persistent rows, empty.
-        proposer: drafts tokens, where there is one.
         poison: debug aid: fill freshly assigned block space with NaN.
-        pace: says how many drafts there are to be, where that is left to it.
-        judge: draws where drafts are accepted by a rule.
+        speculation: what has to do with drafts, where tokens are drafted.
         adapters: those that rows run with, where the model has places for any.
         ahead: on a device that draws where logits are, what it does of that.
         before, after: links to the stages whose layers come before and after the model's, where it has not all.
@@ -94,10 +83,8 @@ class ModelRunner:
     model: RunnableModel
     cache: KVCache
     table: RowTable
-    proposer: Proposer | None = None
     poison: bool = False
-    pace: Pace | None = None
-    judge: Judge | None = None
+    speculation: Speculation | None = None
     adapters: Adapters | None = None
     ahead: Ahead | None = None
     before: AnyLink | None = None
@@ -105,20 +92,16 @@ class ModelRunner:
     _passed: deque[StepPlan] = field(default_factory=deque)  # to be sampled by the last stage
     _begun: _Begun | None = None
     _masks: list[Mask] = field(default_factory=list)  # of the last guide: the next one's lie there too, as a rule
-    _known_seconds: float = 0.0  # when the last step began, and what it took as far as the pace knows; else 0
-    _num_drafted: int = 0  # rows that got drafts in it
 
     def begin(self, plan: StepPlan) -> None:
         """Bring the rows up to date and compute the plan's tokens; `finish` comes next."""
         assert self._begun is None, "a step is begun and not finished"
-        start = self.device.clock() if self.pace is not None else 0.0
+        speculation = self.speculation
+        start = speculation.now() if speculation is not None else 0.0
         self._update_rows(plan)
         if not plan.scheduled:
-            self._pass_on(_Begun(plan, [], [], _NO_HIDDEN, 0.0))
+            self._pass_on(_Begun(plan, [], [], NO_HIDDEN))
             return
-        if self.pace is not None and self._known_seconds and not (plan.new_sequences or plan.removed_sequence_ids):
-            self.pace.learn_host(start - self._known_seconds, self._num_drafted)
-        self._known_seconds = 0.0
         batch = gather(plan.scheduled, self.table)
         if self.ahead is not None:
             self.ahead.name_unheard(batch)
@@ -126,17 +109,11 @@ class ModelRunner:
         adapters = None if self.adapters is None else self.adapters.batch(batch.rows, batch.ends)
         if adapters is not None:
             step = replace(step, adapters=adapters)
-        taps: list[Tensor] = []
-        pace, proposer, num_rows = self.pace, self.proposer, len(batch.rows)
-        resting = pace is not None and pace.rests(num_rows)
-        reads = proposer is not None and proposer.reads_all and num_rows < proposer.max_batch
-        reads = reads and (pace is None or pace.must_know(num_rows))
-        timed = pace is not None and pace.is_told(resting, reads, batch.ends[-1] > num_rows)
-        if reads and proposer is not None and proposer.taps:
-            step = replace(step, taps=Taps(proposer.taps, taps))
         if self.before is not None:
             step = replace(step, incoming=self.before.arrived(batch.ends[-1]))
-            start = self.device.clock() if timed else start
+        if speculation is not None:
+            taps = speculation.begin(plan, batch, start, has_waited=self.before is not None)
+            step = step if taps is None else replace(step, taps=taps)
         if self.after is not None:
             step = replace(step, outgoing=self.after.room(batch.ends[-1]))
         call = self._call_of_each(plan, batch.rows)  # while rows are in the caches
@@ -146,9 +123,9 @@ class ModelRunner:
         for link in (self.before, self.after):
             if link is not None:
                 link.done()
-        seconds = self.device.clock() - start if timed else 0.0
-        begun = _Begun(plan, batch.rows, batch.ends, hidden, seconds, start, taps, resting, reads, 0.0, adapters, call)
-        self._pass_on(begun)
+        if speculation is not None:
+            speculation.computed()
+        self._pass_on(_Begun(plan, batch.rows, batch.ends, hidden, adapters, call))
 
     @property
     def is_busy(self) -> bool:
@@ -190,10 +167,8 @@ class ModelRunner:
         results = [_NOTHING] * len(rows)
         if self.table.num_with_prompt_logprobs:
             self._prompt_logprobs(begun, results)
-        if begun.reads and self.proposer is not None:
-            start = self.device.clock()
-            self._let_read(self.proposer, begun)
-            begun.reading = self.device.clock() - start
+        if rows and self.speculation is not None:
+            self.speculation.read(begun.hidden)
         for one, row in zip(scheduled, rows, strict=True):
             row.num_computed += one.num_new_tokens
         sampled = [place for place, one in enumerate(scheduled) if one.sampling]
@@ -226,13 +201,11 @@ class ModelRunner:
             self._give_state(table.fork(fork))
         for sequence_id in plan.removed_sequence_ids:
             row = table.rows.get(sequence_id)
-            if row is not None and row.drafted is not None and self.proposer is not None:
-                self.proposer.forget(row.drafted)
+            if row is not None and row.drafted is not None and self.speculation is not None:
+                self.speculation.proposer.forget(row.drafted)
             table.remove(sequence_id)
         for sequence in plan.new_sequences:
-            self._give_state(row := table.add(sequence))
-            if sequence.draft_token_ids and self.judge is not None and self.judge.restores:
-                row.tokens.set_drafts(sequence.draft_token_ids)
+            self._give_state(table.add(sequence), sequence.draft_token_ids)
         self.cache.carry_out(plan.moves)
         for scheduled in plan.scheduled:
             if scheduled.new_block_ids or scheduled.edits or scheduled.chosen_token_id >= 0 or scheduled.num_drafts:
@@ -246,7 +219,7 @@ class ModelRunner:
             for scheduled in plan.scheduled:
                 self.cache.poison(scheduled.new_block_ids)
 
-    def _give_state(self, row: Row) -> None:
+    def _give_state(self, row: Row, draft_token_ids: Sequence[int] = ()) -> None:
         """A sampling state; where that can't be made, a plain one in its place, and a failure when it is sampled."""
         task = row.request.task
         if isinstance(task, PoolingTask) or self.after is not None:
@@ -261,11 +234,8 @@ class ModelRunner:
         if self.ahead is not None:
             self.ahead.adopt(row, task)
         is_free = self.table.tree is None or not task.has_grammar  # masks are of chains
-        if self.proposer is not None and task.params.speculative and is_free:
-            shares = row.request.cache_salt is None
-            row.drafted = DraftedSequence(row.sequence_id, row.tokens, row.state, shares, greedy=row.state.greedy)
-            if self.pace is not None:
-                self.pace.wake()
+        if self.speculation is not None and task.params.speculative and is_free:
+            self.speculation.adopt(row, draft_token_ids)
 
     def _make_state(self, row: Row, task: SamplingTask, params: SamplingParams) -> SamplingState:
         numbers = {"seed": task.seed, "sequence_index": row.sequence_index, "vocab_size": self.model.vocab_size}
@@ -275,7 +245,7 @@ class ModelRunner:
     def _call_of_each(self, plan: StepPlan, rows: list[Row]) -> SampleCall | None:
         """What draws each sequence's token, where that is all, by parameters that are fixed: of most steps by far."""
         others = [s for s in plan.scheduled if s.sampling is not Sampling.DRAW or s.num_samples > 1 or s.num_drafts]
-        if others or self.proposer is not None or self.ahead is not None or self.table.num_with_prompt_logprobs:
+        if others or self.speculation is not None or self.ahead is not None or self.table.num_with_prompt_logprobs:
             return None
         return SampleCall.of_each([row.state for row in rows])
 
@@ -316,7 +286,8 @@ class ModelRunner:
             token_rows.extend(range(end - 1 - one.num_drafts, end))
         if not lanes:
             return
-        start = self.device.clock() if self.pace is not None else 0.0
+        speculation = self.speculation
+        start = speculation.now() if speculation is not None else 0.0
         hidden = self.device.take_rows(begun.hidden, token_rows)
         logits = self.model.compute_logits(hidden, begun.adapters and begun.adapters.of(token_rows))
         if guide is not None:
@@ -326,19 +297,15 @@ class ModelRunner:
             self._rank(logits, ranked, results)
         if self.ahead is not None:
             self.ahead.draw(logits, [begun.rows[place] for place in lanes], list(lanes.values()))
-        elif self.judge is None:
+        elif speculation is None or speculation.judge is None:
             draw_lanes(logits, list(lanes.values()), self.device.target)
         else:
-            self.judge.draw(logits, list(lanes.values()), [begun.rows[place] for place in lanes])
-        if self.pace is not None and begun.seconds and len(token_rows) == begun.ends[-1]:
-            seconds = begun.seconds + self.device.clock() - start
-            self.pace.learn(len(token_rows), seconds)
-            self._known_seconds, self._num_drafted = begun.start + seconds + begun.reading, 0
+            speculation.judge.draw(logits, list(lanes.values()), [begun.rows[place] for place in lanes])
+        if speculation is not None:
+            speculation.sampled(len(token_rows), start)
         if self.table.tree is not None:
             self._move_paths(begun.rows, lanes)
-        drafts: dict[int, list[int]] = {}
-        if self.proposer is not None:
-            drafts = self._propose(self.proposer, begun, lanes, hidden)
+        drafts = {} if speculation is None else speculation.propose(lanes, hidden)
         for place, lane in lanes.items():
             if lane.num_drafts:
                 begun.rows[place].num_computed -= lane.num_refused
@@ -355,10 +322,7 @@ class ModelRunner:
             masks = self._masks = masks_of(np.frombuffer(guide.masks, np.uint32).reshape(num, -1))
         for mask, (place, position) in zip(masks, guide.rows, strict=False):
             if (lane := lanes.get(place)) is not None:
-                if position and lane.masks:
-                    lane.masks[position] = mask
-                else:
-                    lane.masks = {position: mask}
+                lane.masks = {**(lane.masks or {}), position: mask}
 
     def _rank(self, logits: Tensor, lanes: dict[int, Lane], results: list[SequenceResult]) -> None:
         """Candidates by place in the plan."""
@@ -389,70 +353,6 @@ class ModelRunner:
         row = logits[lane.first_row : lane.first_row + 1]
         return prompt_logprobs(row, candidates.token_ids[:1], lane.state.num_logprobs, self.device.target)
 
-    def _propose(
-        self, proposer: Proposer, begun: _Begun, lanes: dict[int, Lane], hidden: Tensor
-    ) -> dict[int, list[int]]:
-        """Drafts by place in the plan, which the rows then hold; `hidden` are the rows that logits were made of."""
-        if begun.resting:
-            return {}
-        found: dict[int, list[int]] = {}
-        places: list[int] = []
-        seen: list[DraftedSequence] = []
-        for place, lane in lanes.items():
-            drafted = begun.rows[place].drafted
-            if drafted is None:
-                continue
-            if self.pace is not None and lane.num_drafts and not begun.plan.scheduled[place].draft_token_ids:
-                self.pace.observe(drafted, lane.max_accepted, lane.num_drafts - lane.num_refused)  # not a grammar's
-            if lane.failure is None and lane.num_samples == 1:
-                if drafted.tokens.num_drafts:  # of an earlier step, still to be judged
-                    found[place] = drafted.tokens.drafts()
-                    continue
-                drafted.max_drafts = proposer.max_drafts
-                places.append(place)
-                seen.append(drafted)
-        if not seen or len(begun.rows) >= proposer.max_batch:
-            return found
-        if self.pace is not None:
-            if not self.pace.choose(seen, len(begun.rows), proposer.max_drafts, proposer):
-                if found or len(lanes) < len(begun.rows):  # the next step will not be one like this
-                    self.pace.wake()
-                return found
-            places = [place for place, drafted in zip(places, seen, strict=True) if drafted.max_drafts]
-            seen = [drafted for drafted in seen if drafted.max_drafts]
-        if proposer.uses_hidden:
-            newest = [lanes[place].drawn_rows()[-1] for place in places]
-            hidden = self.device.take_rows(hidden, newest)
-        num_read, start = 0, 0.0
-        if self.pace is not None:
-            num_read, start = sum([proposer.num_behind(drafted) for drafted in seen]), self.device.clock()
-        proposed = proposer.propose(seen, hidden)
-        if self.pace is not None:
-            seconds = self.device.clock() - start
-            self.pace.drafted([len(drafts) for drafts in proposed], num_read, seconds)
-            if self._known_seconds:  # what it reads for its drafts, they must pay for
-                self._known_seconds, self._num_drafted = self._known_seconds + seconds - begun.reading, len(seen)
-        for place, drafted, drafts in zip(places, seen, proposed, strict=True):
-            if drafts:
-                most = proposer.max_drafts
-                assert len(drafts) <= most, f"{len(drafts)} drafts, at most {most} are allowed"
-                found[place] = list(drafts)
-                if lanes[place].drafted is not None and self.judge is not None and self.judge.restores:
-                    found[place].append(NO_DRAFT)  # however they are judged, the token after them is drawn
-                drafted.num_before = drafted.tokens.num
-                drafted.tokens.set_drafts(found[place])
-        return found
-
-    def _let_read(self, proposer: Proposer, begun: _Begun) -> None:
-        """Hand the proposer what was computed of the sequences that it drafts for."""
-        spans = [
-            ComputedSpan(row.drafted, row.num_computed, end - one.num_new_tokens, one.num_new_tokens, one.num_drafts)
-            for row, end, one in zip(begun.rows, begun.ends, begun.plan.scheduled, strict=True)
-            if row.drafted is not None
-        ]
-        if spans:
-            proposer.read(spans, begun.hidden, begun.taps)
-
     def _prompt_logprobs(self, begun: _Begun, results: list[SequenceResult]) -> None:
         """This step's share of the prompt logprobs: token p's row predicts prompt token p + 1."""
         for place, (row, one) in enumerate(zip(begun.rows, begun.plan.scheduled, strict=True)):
@@ -472,7 +372,6 @@ class ModelRunner:
 
 
 _NOTHING = SequenceResult()
-_NO_HIDDEN = torch.empty(0, 0)
 
 
 def _with_prompt(prompt: SequenceResult, result: SequenceResult) -> SequenceResult:

@@ -39,6 +39,7 @@ from quire.worker.judging import Judge
 from quire.worker.medusa import MedusaModel
 from quire.worker.rows import RowTable
 from quire.worker.runner import ModelRunner
+from quire.worker.speculation import Speculation
 from quire.worker.tiers import DiskCache, HostCache
 from quire.worker.weights.build import build_packed
 from quire.worker.weights.load import load_model_weights
@@ -193,7 +194,7 @@ class Worker:
             proposer = drafter.proposer(model, table, cache.tensors[len(self._model.cache_layers) :])
         elif speculative is not None and config.stage.is_last:
             proposer = make_proposer(speculative)
-        runner = ModelRunner(self.device, model, cache, table, proposer, poison=config.debug)
+        runner = ModelRunner(self.device, model, cache, table, poison=config.debug)
         runner.adapters = self._adapters
         if proposer is None and self.device.draws:  # what drafts reads tokens from the rows
             runner.ahead = Ahead(self.device, model, table, self.device.make_sampler(model.vocab_size))
@@ -205,8 +206,9 @@ class Worker:
         proposer.max_batch = speculative.disable_by_batch_size or math.inf
         # The rejection sampler takes a draft that is certain just when the sampler's own draw is it.
         judges = {"exact": False, "rejection": proposer.from_prefix, "typical": True}[speculative.acceptance]
+        runner.speculation = drafts = Speculation(self.device, proposer)
         if judges:
-            runner.judge = Judge(self.device.target, proposer, Rule(speculative.threshold, speculative.alpha))
+            drafts.judge = Judge(self.device.target, proposer, Rule(speculative.threshold, speculative.alpha))
         if speculative.adaptive and speculative.acceptance != "typical":
             sizes = [size for size in PACE_SIZES if size <= max(2, config.max_num_batched_tokens)]
             meter = self.device.meter(model, self._layers, len(self._groups))
@@ -215,7 +217,7 @@ class Worker:
             if drafter is not None:
                 meter = drafter.device.meter(drafter.timed, drafter.layers, len(self._groups))
                 drafting, reads = meter.step_seconds(drafter.timed_sizes, PACE_SECONDS), drafter.reads
-            runner.pace = Pace(costs, StepCosts(drafting), reads, config.draft_tree, proposer.reads_all)
+            drafts.pace = Pace(costs, StepCosts(drafting), reads, config.draft_tree, proposer.reads_all)
         return runner
 
     def begin(self, plan: StepPlan) -> None:

@@ -28,6 +28,7 @@ from quire.sampling.accept import Rule
 from quire.scheduler.policies.registry import POLICIES
 from quire.speculative.base import DraftedSequence, Proposer
 from quire.worker.judging import Judge
+from quire.worker.speculation import Speculation
 
 MODELS = ["llama", "mistral", "qwen2", "qwen3", "mixtral", "gemma2", "gemma3", "opt", "gpt2", "stories260K", "demo"]
 DTYPES = ["float32", "bfloat16"]
@@ -197,9 +198,8 @@ def engine(
     core = build_core(config, show_progress=False, executor=executor)
     if proposer is not None and isinstance(executor, InProcessExecutor):
         runner = executor.worker.runner
-        runner.proposer = proposer
-        if proposer.from_prefix:
-            runner.judge = Judge(runner.device.target, proposer, Rule())
+        judge = Judge(runner.device.target, proposer, Rule()) if proposer.from_prefix else None
+        runner.speculation = Speculation(runner.device, proposer, judge=judge)
     return LLMEngine(config.with_max_model_len(core.scheduler.config.max_model_len), core, None)
 
 

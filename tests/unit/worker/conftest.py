@@ -12,6 +12,7 @@ from quire.config.worker import WorkerConfig
 from quire.executor.inprocess import InProcessExecutor
 from quire.protocol.cache import CacheLayout
 from quire.speculative.base import Proposer
+from quire.worker.speculation import Speculation
 
 sys.path.insert(0, str(Path(__file__).parent))  # for driving.py
 
@@ -53,7 +54,8 @@ def drive(tiny_model: Path) -> Callable[..., Driver]:
         report = executor.cache_report()
         layout = CacheLayout(block_size=BLOCK_SIZE, groups=report.groups, num_blocks=[100], max_model_len=96)
         executor.initialize_cache(layout)
-        executor.worker.runner.proposer = proposer
+        if proposer is not None:
+            executor.worker.runner.speculation = Speculation(executor.worker.device, proposer)
         return Driver(executor, 100)
 
     return make

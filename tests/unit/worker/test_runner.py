@@ -1,15 +1,17 @@
 """The model runner under hand-written plans: drafts, forks, ranks, masks, failures, prompt logprobs."""
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
 import pytest
-from driving import VOCAB, Driver, RecordedProposer
+from driving import MAX_DRAFTS, VOCAB, Driver, RecordedProposer
+from torch import Tensor
 
 from quire.protocol.step import FailureKind, Moves, SampleGuide, Sampling, SequenceResult
 from quire.protocol.worker import CallReply, CheckIntegrity
+from quire.speculative.base import ComputedSpan, DraftedSequence, Proposer
 
 PROMPTS = {1: [5, 9, 12, 33, 2, 8, 8, 17, 20, 41], 2: [7, 7, 7], 3: list(range(3, 40))}
 
@@ -218,3 +220,28 @@ def test_a_plan_may_have_nothing_to_compute(drive: Callable[..., Driver]) -> Non
     results: list[SequenceResult] = driver.step([], removed_sequence_ids=[2, 77], ended_request_ids=["r2"])
     assert results == []
     assert driver.executor.worker.runner.table.requests == {}
+
+
+class WatchingProposer(Proposer):
+    """Drafts nothing, and counts the tokens of each step that it is handed."""
+
+    max_drafts, reads_all = MAX_DRAFTS, True
+
+    def __init__(self) -> None:
+        self.seen: list[int] = []
+
+    def read(self, spans: Sequence[ComputedSpan], hidden: Tensor, taps: Sequence[Tensor]) -> None:
+        self.seen.append(len(hidden))
+
+    def propose(self, rows: Sequence[DraftedSequence], hidden: Tensor) -> list[list[int]]:
+        return [[] for _ in rows]
+
+
+def test_a_proposer_sees_what_is_computed_and_no_more(drive: Callable[..., Driver]) -> None:
+    proposer = WatchingProposer()
+    driver = drive(proposer)
+    driver.start(2, PROMPTS[2], temperature=0.0)
+    driver.step([driver.next(2)])
+    driver.num_tokens.clear()
+    driver.step([], removed_sequence_ids=[2], ended_request_ids=["r2"])
+    assert proposer.seen == [len(PROMPTS[2]), 1]

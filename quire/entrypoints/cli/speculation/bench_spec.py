@@ -187,7 +187,7 @@ def _measure_synthetic(
     prompts, vocab_size = [tuple(prompt["prompt_token_ids"]) for prompt in work.prompts], llm.model_config.vocab_size
     known = dict(zip(prompts, _Run(plain, work).tokens, strict=True))
     for rate in namespace.acceptance_rates:
-        executor.worker.runner.proposer = ReplayProposer(num_drafts, rate, vocab_size, known)
+        executor.worker.runner.speculation.proposer = ReplayProposer(num_drafts, rate, vocab_size, known)  # type: ignore[union-attr]
         yield _compare(plain, llm, work, (f"synthetic, {rate:g} accepted", config), namespace.rounds)
     llm.llm_engine.shutdown()
 
