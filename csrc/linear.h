@@ -38,6 +38,8 @@ struct Sums {
 
 constexpr int64_t kDeltaStride = 32;
 
+constexpr int64_t kTaskBytes = 65536;  // of weights: threads are done at about the same time, and seldom write to the same line of memory
+
 // Pieces of a product in tasks of about `group`: as many for each thread, and none larger than the others by more than a piece.
 struct EvenTasks {
     int64_t pieces, count;
@@ -144,6 +146,34 @@ inline void finish_adapted(const LinearArgs& a, Sums s) {
 }
 
 inline void finish(const LinearArgs& a, const Sums& s) { a.inner.values ? finish_adapted(a, s) : finish_sums(a, s); }
+
+// The two blocks of 16 features that a task multiplies at a time: neighbours, or a gate's and its factor's.
+struct BlockPair {
+    int64_t first, second;
+    bool has_second;
+};
+
+// The pairs of blocks that a product is made of.
+struct BlockPairs {
+    int64_t num_blocks, count;
+    bool gated;
+
+    explicit BlockPairs(const LinearArgs& a)
+        : num_blocks(a.weight.num_blocks()), count(is_gated(a.epilogue) ? num_blocks / 2 : divide_up(num_blocks, 2)), gated(is_gated(a.epilogue)) {}
+    BlockPair operator[](int64_t i) const {
+        if (gated) return BlockPair{i, num_blocks / 2 + i, true};
+        bool second = 2 * i + 1 < num_blocks;
+        return BlockPair{2 * i, second ? 2 * i + 1 : 2 * i, second};
+    }
+};
+
+// Rows [32] of a pair's sums, a gate's and its factor's or neighbours', to where they belong.
+inline void finish_pair(const LinearArgs& a, BlockPair pair, const float* rows, int64_t first_row, int64_t count) {
+    const bool gated = is_gated(a.epilogue);
+    // Neighbours are finished as one piece of 32 features: a row's cache line is written once and whole.
+    const int64_t width = pair.has_second && !gated ? 32 : 16;
+    finish(a, {rows, gated ? rows + 16 : nullptr, 32, width, pair.first * 16, pair.second * 16, first_row, count});
+}
 
 #if defined(__AVX512F__) || defined(__aarch64__)
 constexpr bool kManyRegisters = true;  // 32 of them

@@ -60,12 +60,6 @@ inline void prefetch(const uint8_t* p, int64_t bytes) {
     for (int64_t i = 0; i < bytes; i += 64) _mm_prefetch(reinterpret_cast<const char*>(p + i), _MM_HINT_T1);
 }
 
-// The two blocks of 16 features that a task multiplies at a time: neighbours, or a gate's and its factor's.
-struct BlockPair {
-    int64_t first, second;
-    bool has_second;
-};
-
 // Tiles of one type after the other, from a superblock's first on, as bf16.
 template <Type kType>
 class Expander {
@@ -250,14 +244,6 @@ inline void store_sums(float* c, bool two) {
     _tile_stored(3, c + 768, 64);
 }
 
-// Rows [32] of a pair's sums, a gate's and its factor's or neighbours', to where they belong.
-inline void finish_pair(const LinearArgs& a, BlockPair pair, const float* rows, int64_t first_row, int64_t count) {
-    const bool gated = is_gated(a.epilogue);
-    // Neighbours are finished as one piece of 32 features: a row's cache line is written once and whole.
-    const int64_t width = pair.has_second && !gated ? 32 : 16;
-    finish(a, {rows, gated ? rows + 16 : nullptr, 32, width, pair.first * 16, pair.second * 16, first_row, count});
-}
-
 // The end of four tiles of sums, as stored above, in kSteps steps: to rows of the result, [32][32], then on
 // to where they belong. At most 32 rows from first_row on.
 template <class Kind>
@@ -414,20 +400,6 @@ inline void linear_many_rows(const LinearArgs& a, const Kind& kind, int64_t chun
         finisher.rest();
     }
 }
-
-// The pairs of blocks that a product is made of.
-struct BlockPairs {
-    int64_t num_blocks, count;
-    bool gated;
-
-    explicit BlockPairs(const LinearArgs& a)
-        : num_blocks(a.weight.num_blocks()), count(is_gated(a.epilogue) ? num_blocks / 2 : divide_up(num_blocks, 2)), gated(is_gated(a.epilogue)) {}
-    BlockPair operator[](int64_t i) const {
-        if (gated) return BlockPair{i, num_blocks / 2 + i, true};
-        bool second = 2 * i + 1 < num_blocks;
-        return BlockPair{2 * i, second ? 2 * i + 1 : 2 * i, second};
-    }
-};
 
 // Up to kFewRows rows; x_of(thread) has them, in tiles of `width`.
 template <class Kind, class X>

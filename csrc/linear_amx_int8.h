@@ -53,7 +53,8 @@ struct ByteTiles {
 
 inline void linear_amx_int8(const LinearArgs& a, Context& context) {
     if (a.num_rows <= kRowsOfVectors) return linear_int8(a, context);
-    const auto rows = quantize_rows<16, 64>(a, false, context);
+    const IntRows<16, 64> rows(a, false, context.shared);
+    rows.fill_all(a, context.pool);
     const ByteTiles kind{a.weight, rows};
     const uint32_t* x = reinterpret_cast<const uint32_t*>(rows.panels);
     if (a.num_rows > kFewRows) return share_many_rows(a, kind, x, context);

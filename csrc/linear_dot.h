@@ -21,7 +21,6 @@ constexpr int kPairRows = 12;          // rows whose sums with half of them do
 constexpr int kOwnRows = 2 * kPairRows;  // rows of x that each thread copies for itself
 constexpr int kTurningRows = 3;        // rows that meet codes of four bits while those are looked up, and hide half of what that takes
 constexpr int64_t kMostRows = 96, kMostBlocks = 16;
-constexpr int64_t kTaskBytes = 65536;  // of weights: threads are done at about the same time, and seldom write to the same line of memory
 
 // Codes that for_features expands.
 constexpr bool comes_turned(Type type) { return has_nibbles(type) || has_sixes(type); }

@@ -102,15 +102,18 @@ inline void unpack_row(const Matrix& m, int64_t row, float* out) {
 }
 
 // NaN where any of them is.
-inline float largest_magnitude(const float* x, int64_t n) {
-    vf most = vf{};
+template <class T>
+inline float largest_magnitude(const T* x, int64_t n) {
+    vi most{};  // as integers, positive numbers have their order, and NaN is the largest
     for_vectors(n, [&](int64_t i, int count) {
-        vf v = load_n(x + i, count), magnitude = max(v, -v);
-        most = select((magnitude > most) | (v != v), magnitude, most);
+        const vi magnitude = as_int(load_n(x + i, count)) & 0x7fffffff;
+        most = magnitude > most ? magnitude : most;
     });
-    float out = 0;
-    for (int i = 0; i < kLanes; i++) out = most[i] > out || most[i] != most[i] ? most[i] : out;
-    return out;
+    int32_t out = 0;
+    for (int i = 0; i < kLanes; i++) out = most[i] > out ? most[i] : out;
+    float magnitude;
+    std::memcpy(&magnitude, &out, 4);
+    return magnitude;
 }
 
 // x * factor to the nearest integer, the product rounded first: not fused, so that every level and the twin in

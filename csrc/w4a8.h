@@ -49,23 +49,34 @@ inline void expand_w4a8(const uint8_t* tile, int64_t num_tiles, uint8_t* out) {
     }
 }
 
-// Sums of kRows rows of x and the sixteen features of a block over all columns. x has panels of kWidth rows, by four columns, and `less`:
+// Four columns of a row: the i-th quad of a panel.
+inline int32_t four_of(const int8_t* x, int64_t i) {
+    int32_t columns;
+    std::memcpy(&columns, x + i * 4, 4);
+    return columns;
+}
+
+#if defined(__AVX512VNNI__)
+// Weights on their way from memory to kRows rows. The CPU fetches what is read straight through by itself, and for one row a line of four
+// keeps it going from page to page; where more is done with a line, it lags behind.
+template <int kRows>
+QUIRE_INLINE void fetch_ahead(const uint8_t* tile, int64_t bytes) {
+    constexpr int64_t kStep = kRows == 1 ? 256 : 64, kAhead = kRows == 1 ? 3072 : 6144;
+    for (int64_t i = 0; i < bytes; i += kStep) _mm_prefetch(reinterpret_cast<const char*>(tile + kAhead + i), _MM_HINT_T1);
+}
+#endif
+
+// Sums of kRows rows of x and the sixteen features of a block over all columns. x is a panel of them, by four columns, with `less`:
 // what sums of a tile begin with, as codes are 8 more than they mean.
-template <int kRows, int kWidth>
+template <int kRows>
 inline void code_tile([[maybe_unused]] const uint8_t* tile, [[maybe_unused]] int64_t num_tiles, [[maybe_unused]] const int8_t* x,
                       [[maybe_unused]] const int32_t* less, [[maybe_unused]] int32_t* sums) {
-    [[maybe_unused]] auto four = [&](int quad, int row) {
-        int32_t columns;
-        std::memcpy(&columns, x + (quad * kWidth + row) * 4, 4);
-        return columns;
-    };
 #if defined(__AVX512VNNI__)
     __m512i total[kRows];
     for (__m512i& sum : total) sum = _mm512_setzero_si512();
     const __m512i low = _mm512_set1_epi8(15);
-    constexpr _mm_hint kHint = kRows <= 4 ? _MM_HINT_T1 : _MM_HINT_T0;  // memory that few rows wait for comes a third sooner to L2 alone
-    for (int64_t t = 0; t < num_tiles; t++, tile += 272, x += 8 * kWidth * 4, less += kWidth) {
-        for (int line = 0; line < 272; line += 64) _mm_prefetch(reinterpret_cast<const char*>(tile + 8192 + line), kHint);
+    for (int64_t t = 0; t < num_tiles; t++, tile += 272, x += 8 * kRows * 4, less += kRows) {
+        fetch_ahead<kRows>(tile, kCodeTileBytes);
         __m512i acc[kRows];
         for (int m = 0; m < kRows; m++) acc[m] = _mm512_set1_epi32(less[m]);
 #pragma GCC unroll 4
@@ -74,8 +85,8 @@ inline void code_tile([[maybe_unused]] const uint8_t* tile, [[maybe_unused]] int
             const __m512i first = _mm512_and_si512(codes, low), second = _mm512_and_si512(_mm512_srli_epi16(codes, 4), low);
 #pragma GCC unroll 12
             for (int m = 0; m < kRows; m++) {
-                acc[m] = _mm512_dpbusd_epi32(acc[m], first, _mm512_set1_epi32(four(2 * i, m)));
-                acc[m] = _mm512_dpbusd_epi32(acc[m], second, _mm512_set1_epi32(four(2 * i + 1, m)));
+                acc[m] = _mm512_dpbusd_epi32(acc[m], first, _mm512_set1_epi32(four_of(x, 2 * i * kRows + m)));
+                acc[m] = _mm512_dpbusd_epi32(acc[m], second, _mm512_set1_epi32(four_of(x, (2 * i + 1) * kRows + m)));
             }
         }
         // The sum of 32 columns has 16 bits, as it is -8 * 127 * 32 at least: it is the lower of two words, and the other meets 0.
@@ -90,15 +101,15 @@ inline void code_tile([[maybe_unused]] const uint8_t* tile, [[maybe_unused]] int
         for (int32x4_t& sum : total) sum = vdupq_n_s32(0);
         x = first_x;
         const uint8_t* from = tile;
-        for (int64_t t = 0; t < num_tiles; t++, from += 272, x += 8 * kWidth * 4) {
+        for (int64_t t = 0; t < num_tiles; t++, from += 272, x += 8 * kRows * 4) {
             int32x4_t acc[kRows];
-            for (int m = 0; m < kRows; m++) acc[m] = vdupq_n_s32(less[t * kWidth + m]);
+            for (int m = 0; m < kRows; m++) acc[m] = vdupq_n_s32(less[t * kRows + m]);
             for (int i = 0; i < 4; i++) {
                 const uint8x16_t codes = vld1q_u8(from + i * 64 + feature * 4);
                 const int8x16_t first = vreinterpretq_s8_u8(vandq_u8(codes, vdupq_n_u8(15))), second = vreinterpretq_s8_u8(vshrq_n_u8(codes, 4));
                 for (int m = 0; m < kRows; m++) {
-                    acc[m] = vdotq_s32(acc[m], first, vreinterpretq_s8_s32(vdupq_n_s32(four(2 * i, m))));
-                    acc[m] = vdotq_s32(acc[m], second, vreinterpretq_s8_s32(vdupq_n_s32(four(2 * i + 1, m))));
+                    acc[m] = vdotq_s32(acc[m], first, vreinterpretq_s8_s32(vdupq_n_s32(four_of(x, 2 * i * kRows + m))));
+                    acc[m] = vdotq_s32(acc[m], second, vreinterpretq_s8_s32(vdupq_n_s32(four_of(x, (2 * i + 1) * kRows + m))));
                 }
             }
             const int32x4_t multiple = (int32x4_t)signed_bytes(from + 256 + feature);
