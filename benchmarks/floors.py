@@ -14,7 +14,7 @@ import os
 import sys
 import time
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import astuple, dataclass, field
 from itertools import chain
 from pathlib import Path
 from typing import Any
@@ -99,8 +99,7 @@ def main() -> None:
         start = time.perf_counter()
         llm.generate([{"prompt_token_ids": prompt} for prompt in prompts], params, use_tqdm=False)
         seconds = time.perf_counter() - start
-        after = measure_limits(model)
-        limits = Limits(max(before.read, after.read), max(before.multiply, after.multiply))
+        limits = Limits(*map(max, astuple(before), astuple(measure_limits(model))))
         spent = list(model.spent())
         kernels = [kernels_of(llm, spent, work) for work in steps.works]
         floor = sum(kernel.floor(limits) for step in kernels for kernel in step)

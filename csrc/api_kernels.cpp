@@ -7,7 +7,7 @@ namespace {
 
 QUIRE_STRUCT(MoveArgs, QUIRE_FIELD(cache), QUIRE_FIELD(block_size), QUIRE_FIELD(num_kv_heads), QUIRE_FIELD(head_dim),
              QUIRE_FIELD(sources), QUIRE_FIELD(destinations), QUIRE_FIELD(count), QUIRE_FIELD(type), QUIRE_FIELD(activations));
-QUIRE_STRUCT(WeightFormat, QUIRE_FIELD(tile_bytes), QUIRE_FIELD(span), QUIRE_FIELD(has_scales), QUIRE_FIELD(has_pairs),
+QUIRE_STRUCT(WeightFormat, QUIRE_FIELD(tile_bytes), QUIRE_FIELD(span), QUIRE_FIELD(has_scales), QUIRE_FIELD(has_pairs), QUIRE_FIELD(rounds_x),
              QUIRE_FIELD(block_values), QUIRE_FIELD(block_bytes));
 QUIRE_STRUCT(PackArgs, QUIRE_FIELD(matrix), QUIRE_FIELD(source), QUIRE_FIELD(source_stride), QUIRE_FIELD(start),
              QUIRE_FIELD(num_rows), QUIRE_FIELD(source_type));
@@ -39,9 +39,9 @@ QUIRE_API(void, quire_unpack, const Kernels* level, const Matrix* matrix, int64_
 QUIRE_API(void, quire_weight_format, int32_t type, WeightFormat* found) { *found = weight_format(Type(type)); }
 
 // bare_loop of limits.h.
-QUIRE_API(double, quire_bare_loop, const Kernels* level, int32_t num_threads, const uint8_t* memory, int64_t size) {
+QUIRE_API(double, quire_bare_loop, const Kernels* level, int32_t num_threads, const uint8_t* memory, int64_t size, int32_t in_bytes) {
     const Call call(num_threads);
-    return level->bare_loop(memory, size, call.context);
+    return level->bare_loop(memory, size, in_bytes != 0, call.context);
 }
 
 // The way in which the level cuts up large products from now on, of those that it has, or below 0 the fastest one, which takes a moment

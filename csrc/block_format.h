@@ -68,26 +68,24 @@ struct WeightFormat {
     int32_t span;        // tiles of which a row has whole multiples
     int32_t has_scales;  // 1: one a row, beside the tiles
     int32_t has_pairs;   // 1: there is an order of it, of as many bytes, in which AVX2 multiplies pairs (pairs.h)
+    int32_t rounds_x;    // 1: products round x to eight bits, with a scale for each row, and multiply bytes
     int32_t block_values = 0, block_bytes = 0;  // of a block in a file; 0: the type is none of blocks
 };
 
-// Whether products with such weights round x to eight bits, with a scale for each row.
-constexpr bool rounds_x(Type type) { return type == Type::w8a8 || type == Type::w4a8; }
-
 constexpr WeightFormat weight_format(Type type) {
     switch (type) {
-        case Type::f32: return {2048, 1, false, false};
-        case Type::bf16: return {1024, 1, false, true};
-        case Type::bf16_turned: return {1024, 1, false, false};
-        case Type::i8:
-        case Type::w8a8: return {512, 1, true, true};
-        case Type::i8_turned: return {512, 1, true, false};
-        case Type::i4: return {288, 1, false, true};  // 16 scales in bf16, then 512 nibbles
-        case Type::w4a8: return {272, 1, true, true};  // 512 nibbles, then 16 multiples
+        case Type::f32: return {2048, 1, false, false, false};
+        case Type::bf16: return {1024, 1, false, true, false};
+        case Type::bf16_turned: return {1024, 1, false, false, false};
+        case Type::i8: return {512, 1, true, true, false};
+        case Type::w8a8: return {512, 1, true, true, true};
+        case Type::i8_turned: return {512, 1, true, false, false};
+        case Type::i4: return {288, 1, false, true, false};  // 16 scales in bf16, then 512 nibbles
+        case Type::w4a8: return {272, 1, true, true, true};  // 512 nibbles, then 16 multiples
         default: break;
     }
     const BlockFormat& blocks = block_format(type);
-    return {blocks.tile_bytes(), blocks.is_own() ? blocks.span : 1, false, blocks.has_integers(), blocks.values, blocks.bytes};
+    return {blocks.tile_bytes(), blocks.is_own() ? blocks.span : 1, false, blocks.has_integers(), false, blocks.values, blocks.bytes};
 }
 
 constexpr float kCurve[16] = {-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113};

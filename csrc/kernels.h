@@ -156,7 +156,7 @@ struct Kernels {
     void (*unpack_row)(const Matrix&, int64_t row, float* out);  // [cols]
     void (*sample)(const SampleArgs&, Context&);
     void (*move_slots)(const MoveArgs&);
-    double (*bare_loop)(const uint8_t* memory, int64_t size, Context&);
+    double (*bare_loop)(const uint8_t* memory, int64_t size, bool in_bytes, Context&);
     int32_t num_ways;  // to cut up large products (tuning.h)
     void (*choose_way)(int32_t);
     int32_t (*tune)(Context&);

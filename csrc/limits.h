@@ -7,6 +7,8 @@
 #include "vec.h"
 #if defined(__AMX_BF16__)
 #include "amx.h"
+#elif defined(__ARM_FEATURE_DOTPROD)
+#include <arm_neon.h>
 #endif
 
 namespace quire::QUIRE_NS {
@@ -22,99 +24,82 @@ inline float read_piece(const uint8_t* from, int64_t bytes) {
     return hsum(sums[0] + sums[1] + (sums[2] + sums[3]));
 }
 
-// Multiplies what lies in L1 `rounds` times; adds its operations (a multiplication and an addition are two) to `count`.
-inline float multiply_near(int64_t rounds, double& count) {
+// Multiplies what lies in L1 `rounds` times, bytes where w8a8 and w4a8 take an instruction for those; adds its operations (a
+// multiplication and an addition are two) to `count`.
 #if defined(__AMX_BF16__)
+template <bool kBytes>
+inline float multiply_near(int64_t rounds, double& count) {
     alignas(64) uint8_t tiles[4][1024] = {};
     alignas(64) float sums[256];
     const Tiles configured;
     _tile_zero(0); _tile_zero(1); _tile_zero(2); _tile_zero(3);
     for (int64_t i = 0; i < rounds; i++) {
         _tile_loadd(4, tiles[0], 64); _tile_loadd(5, tiles[1], 64); _tile_loadd(6, tiles[2], 64); _tile_loadd(7, tiles[3], 64);
-        _tile_dpbf16ps(0, 4, 6); _tile_dpbf16ps(1, 4, 7); _tile_dpbf16ps(2, 5, 6); _tile_dpbf16ps(3, 5, 7);
+        if constexpr (kBytes) { _tile_dpbsud(0, 4, 6); _tile_dpbsud(1, 4, 7); _tile_dpbsud(2, 5, 6); _tile_dpbsud(3, 5, 7); }
+        else { _tile_dpbf16ps(0, 4, 6); _tile_dpbf16ps(1, 4, 7); _tile_dpbf16ps(2, 5, 6); _tile_dpbf16ps(3, 5, 7); }
     }
-    count += 4.0 * 2 * 16 * 16 * 32 * double(rounds);
+    count += 4.0 * 2 * 16 * 16 * (kBytes ? 64 : 32) * double(rounds);
     _tile_stored(0, sums, 64);
     return sums[0];
+}
 #else
-    // Sums that wait for none of each other, all in registers (of which AVX2 has 16); no two alike, or one would do. The
-    // compiler can't know x.
+// Sums that wait for none of each other, all in registers (of which AVX2 has 16); no two alike, or one would do. The compiler can't
+// know x. `add` does so many operations.
+template <class V, class Add>
+inline float add_near(int64_t rounds, double operations, double& count, const Add& add) {
     constexpr int kSums = kLanes == 8 ? 12 : 16;
-    alignas(64) float values[16] = {};
-#if defined(__AVX512BF16__)
-    __m512 sums[kSums];
-    for (int j = 0; j < kSums; j++) sums[j] = _mm512_set1_ps(float(j));
-    __m512i x = _mm512_load_si512(values);
+    V sums[kSums] = {}, x{};
+    for (int j = 0; j < kSums; j++) sums[j][0] = j;
     for (int64_t i = 0; i < rounds; i++) {
-        asm volatile("" : "+v"(x));
+        x = plain(x);
 #pragma GCC unroll 16
-        for (int j = 0; j < kSums; j++) sums[j] = _mm512_dpbf16_ps(sums[j], (__m512bh)x, (__m512bh)x);
+        for (int j = 0; j < kSums; j++) sums[j] = add(sums[j], x);
     }
-    count += 4.0 * kSums * 16 * double(rounds);
-    float result = 0;
-    for (const __m512& sum : sums) result += _mm512_reduce_add_ps(sum);
-    return result;
-#elif defined(__ARM_FEATURE_BF16_VECTOR_ARITHMETIC)
-    float32x4_t sums[kSums];
-    for (int j = 0; j < kSums; j++) sums[j] = vdupq_n_f32(float(j));
-    float32x4_t x = vld1q_f32(values);
-    for (int64_t i = 0; i < rounds; i++) {
-        asm volatile("" : "+w"(x));
-        const bfloat16x8_t y = vreinterpretq_bf16_f32(x);
-#pragma GCC unroll 16
-        for (int j = 0; j < kSums; j++) sums[j] = vbfmmlaq_f32(sums[j], y, y);
-    }
-    count += 32.0 * kSums * double(rounds);
-    float result = 0;
-    for (const float32x4_t& sum : sums) result += vaddvq_f32(sum);
-    return result;
-#elif defined(__AVX2__) && !defined(__AVX512F__)  // pairs of integers (linear_pairs.h)
-    __m256i sums[kSums];
-    for (int j = 0; j < kSums; j++) sums[j] = _mm256_set1_epi32(j);
-    const __m256i x = _mm256_castps_si256(_mm256_load_ps(values));
-    for (int64_t i = 0; i < rounds; i++)
-#pragma GCC unroll 16
-        for (int j = 0; j < kSums; j++) {
-            __m256i product;
-            asm volatile("vpmaddwd %1, %1, %0" : "=x"(product) : "x"(x));  // each time, or one would do for all
-            asm volatile("vpaddd %1, %0, %0" : "+x"(sums[j]) : "x"(product));
-        }
-    count += 32.0 * kSums * double(rounds);
-    float result = 0;
-    for (const __m256i& sum : sums) result += float(_mm256_extract_epi32(sum, 0));
-    return result;
-#else
-    vf sums[kSums];
-    for (int j = 0; j < kSums; j++) sums[j] = splat(float(j));
-    vf x = load(values);
-    for (int64_t i = 0; i < rounds; i++) {
-#if defined(__aarch64__)
-        asm volatile("" : "+w"(x));
-#else
-        asm volatile("" : "+x"(x));
-#endif
-#pragma GCC unroll 16
-        for (int j = 0; j < kSums; j++) sums[j] += x * x;
-    }
-    count += 2.0 * kSums * kLanes * double(rounds);
-    float result = 0;
-    for (const vf& sum : sums) result += hsum(sum);
-    return result;
-#endif
-#endif
+    count += operations * kSums * double(rounds);
+    for (int j = 1; j < kSums; j++) sums[0] += sums[j];
+    return float(sums[0][0]);
 }
 
-// Reads `size` bytes of memory on all threads; without memory multiplies so many times, and returns the operations done.
-inline double bare_loop(const uint8_t* memory, int64_t size, Context& context) {
+template <bool kBytes>
+inline float multiply_near(int64_t rounds, double& count) {
+    if constexpr (kBytes) {
+#if defined(__AVX512VNNI__)
+        return add_near<vi>(rounds, 128, count, [](vi sum, vi x) { return (vi)_mm512_dpbusd_epi32((__m512i)sum, (__m512i)x, (__m512i)x); });
+#elif defined(__ARM_FEATURE_MATMUL_INT8)
+        return add_near<vi>(rounds, 64, count, [](vi sum, vi x) { return (vi)vusmmlaq_s32((int32x4_t)sum, (uint8x16_t)x, (int8x16_t)x); });
+#elif defined(__ARM_FEATURE_DOTPROD)
+        return add_near<vi>(rounds, 32, count, [](vi sum, vi x) { return (vi)vdotq_s32((int32x4_t)sum, (int8x16_t)x, (int8x16_t)x); });
+#endif
+    }
+#if defined(__AVX512BF16__)
+    return add_near<vf>(rounds, 64, count, [](vf sum, vf x) { return (vf)_mm512_dpbf16_ps((__m512)sum, (__m512bh)x, (__m512bh)x); });
+#elif defined(__ARM_FEATURE_BF16_VECTOR_ARITHMETIC)
+    return add_near<vf>(rounds, 32, count, [](vf sum, vf x) { return (vf)vbfmmlaq_f32((float32x4_t)sum, (bfloat16x8_t)x, (bfloat16x8_t)x); });
+#elif defined(__AVX2__) && !defined(__AVX512F__)
+    return add_near<vi>(rounds, 32, count, [](vi sum, vi x) {  // pairs of integers (linear_pairs.h)
+        vi product;
+        asm volatile("vpmaddwd %1, %1, %0" : "=x"(product) : "x"(x));  // each time, or one would do for all
+        asm volatile("vpaddd %1, %0, %0" : "+x"(sum) : "x"(product));
+        return sum;
+    });
+#else
+    return add_near<vf>(rounds, 2 * kLanes, count, [](vf sum, vf x) { return sum + x * x; });
+#endif
+}
+#endif
+
+// Reads `size` bytes of memory on all threads or, without memory, multiplies so many times; returns the bytes read or operations done.
+inline double bare_loop(const uint8_t* memory, int64_t size, bool in_bytes, Context& context) {
     constexpr int64_t kPiece = 1 << 20, kRounds = 1 << 14;
     const int64_t pieces = divide_up(size, memory ? kPiece : kRounds);
     std::vector<double> counts(context.pool.size());
     std::vector<float> kept(context.pool.size());
     context.pool.run(pieces, [&](int64_t piece, int thread) {
         const int64_t begin = piece * kPiece, bytes = size - begin < kPiece ? size - begin : kPiece;
-        kept[thread] += memory ? read_piece(memory + begin, bytes) : multiply_near(kRounds, counts[thread]);
+        auto multiply = in_bytes ? multiply_near<true> : multiply_near<false>;
+        kept[thread] += memory ? read_piece(memory + begin, bytes) : multiply(kRounds, counts[thread]);
     });
-    double count = 0;
+    double count = memory ? double(size) : 0;
     for (size_t i = 0; i < counts.size(); i++) count += counts[i] + (kept[i] == 1.5f ? 1 : 0);  // nothing is left out
     return count;
 }

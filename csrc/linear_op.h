@@ -33,7 +33,7 @@ inline void linear(const LinearSpec& s, const Operands& o, Context& context) {
 #if defined(__AVX2__) && !defined(__AVX512F__)
     if (args.weight.paired && args.type == Type::bf16) return linear_pairs(args, context);
 #endif
-    if (rounds_x(args.weight.type) && !args.weight.paired) {
+    if (weight_format(args.weight.type).rounds_x && !args.weight.paired) {
 #if defined(__AMX_BF16__)
         return linear_amx_int8(args, context);
 #else

@@ -108,7 +108,7 @@ QUIRE_ONE_COPY inline float to_integers(const float* x, int16_t* numbers) {
 // x as integers: the rows of one panel.
 inline void fill_panel(const LinearArgs& a, int64_t panel, int groups, int zero, const PairedRows& out, Scratch& scratch) {
     const int64_t tiles = out.num_tiles, width = out.width;
-    const bool in_bytes = rounds_x(a.weight.type);
+    const bool in_bytes = weight_format(a.weight.type).rounds_x;
     float* x = scratch.get<float>(tiles * 32);
     for (int64_t i = a.weight.cols; i < tiles * 32; i++) x[i] = 0;
     for (int64_t row = panel * width; row < a.num_rows && row < (panel + 1) * width; row++) {

@@ -34,31 +34,42 @@ _COLOURS = {"memory": "#3a7bd5", "multiplication": "#3aa76d", "neither": "#9a9a9
 
 @dataclass(frozen=True)
 class Limits:
-    """What the machine reaches: bytes it reads a second, and operations of its kernels' fastest product."""
+    """What the machine reaches: bytes it reads a second, and operations of its kernels' fastest products.
+
+    Attributes:
+        multiply_bytes: where weights and x both are codes of eight bits.
+    """
 
     read: float
     multiply: float
+    multiply_bytes: float
 
 
 @dataclass
 class Kernel:
-    """Kernels of one kind in a step: what they must read (bytes) and multiply (operations) at least, and their time."""
+    """Kernels of one kind in a step: what they must read (bytes) and multiply (operations) at least, and their time.
+
+    Attributes:
+        rounds_x: they multiply bytes.
+    """
 
     name: str
     calls: float = 0
     seconds: float = 0
     num_bytes: float = 0
     operations: float = 0
+    rounds_x: bool = False
 
     def floor(self, limits: Limits) -> float:
         """Seconds that a step can't do without."""
-        return max(self.num_bytes / limits.read, self.operations / limits.multiply)
+        rate = limits.multiply_bytes if self.rounds_x else limits.multiply
+        return max(self.num_bytes / limits.read, self.operations / rate)
 
     def bound(self, limits: Limits) -> str:
         """What the floor is made of."""
         if not self.num_bytes + self.operations:
             return "neither"
-        return "memory" if self.num_bytes / limits.read >= self.operations / limits.multiply else "multiplication"
+        return "memory" if self.floor(limits) == self.num_bytes / limits.read else "multiplication"
 
 
 _Table = tuple[str, float, float, list[Kernel]]  # title; of a step its seconds, tokens and kernels
@@ -120,9 +131,8 @@ def run(namespace: Namespace) -> None:
         tables[phase] = title, seconds / num_steps, work.num_tokens, kernels_of(llm, spent, work)
     # The better of two, as a machine's clock and neighbours change within a run.
     limits = Limits(*map(max, astuple(before), astuple(measure_limits(model))))
-    target = model.target
-    print(f"{target.level}, {target.num_threads} threads: ", end="")
-    print(f"reads {limits.read / 1e9:.1f} GB/s, multiplies {limits.multiply / 1e9:,.0f} GFLOP/s in bare loops")
+    print(f"{model.target.level}, {model.target.num_threads} threads: reads {limits.read / 1e9:.1f} GB/s, ", end="")
+    print(f"multiplies {limits.multiply / 1e9:,.0f} GFLOP/s (bytes {limits.multiply_bytes / 1e9:,.0f}) in bare loops")
     for table in tables.values():
         _print_table(*table, limits)
     figures = {"limits": asdict(limits)} | {
@@ -148,7 +158,7 @@ def native_model(llm: "LLM") -> "CompiledModel":
 
 
 def measure_limits(model: "CompiledModel") -> Limits:
-    """What bare loops reach just now, with the model's level and threads: some 0.6 s."""
+    """What bare loops reach just now, with the model's level and threads: some 0.9 s."""
     import torch
 
     from quire.ops.native.library import loaded_library, prefault
@@ -156,14 +166,13 @@ def measure_limits(model: "CompiledModel") -> Limits:
     target, bare_loop = model.target, loaded_library().quire_bare_loop
     memory = torch.zeros(_READ_BYTES, dtype=torch.uint8)
     prefault(memory, target.num_threads)
-    calls = ((memory.data_ptr(), _READ_BYTES), (None, _MULTIPLY_ROUNDS))
-    rates: list[list[float]] = [[], []]
+    calls = ((memory.data_ptr(), _READ_BYTES, 0), (None, _MULTIPLY_ROUNDS, 0), (None, _MULTIPLY_ROUNDS, 1))
+    rates: list[list[float]] = [[], [], []]
     for _ in range(15):  # a third of a second: the clock of a first moment does not last
-        for (data, size), found in zip(calls, rates, strict=True):
+        for call, found in zip(calls, rates, strict=True):
             done, start, spent = 0.0, time.perf_counter(), 0.0
             while spent < 0.02:
-                operations = bare_loop(target.kernels, target.num_threads, data, size)
-                done += operations if data is None else size
+                done += bare_loop(target.kernels, target.num_threads, *call)
                 spent = time.perf_counter() - start
             found.append(done / spent)
     return Limits(*map(median, rates))
@@ -220,7 +229,7 @@ def _decoding_keys(size: int, context: float, shared: int) -> tuple[Callable[[fl
 
 def kernels_of(llm: "LLM", spent: list[_Spents], work: Work) -> list[Kernel]:
     """What a step's kernels did, by kinds; of products by weights."""
-    from quire.ops.native.matrix import PackedMatrix
+    from quire.ops.native.matrix import PackedMatrix, weight_format
     from quire.ops.native.structs import Type
 
     report = llm.llm_engine.executor.report if llm.llm_engine.executor else None
@@ -228,19 +237,17 @@ def kernels_of(llm: "LLM", spent: list[_Spents], work: Work) -> list[Kernel]:
     found: dict[str, Kernel] = {}
     for tokens, own in zip((work.num_tokens, work.num_outputs), spent, strict=True):
         for op, spec, seconds in own:
-            name, num_bytes, operations = op, 0.0, 0.0
+            name, num_bytes, operations, rounds_x = op, 0.0, 0.0, False
             if op == "linear":
-                assert spec is not None
                 weight, kind = spec.weight, Type(spec.weight.type)
                 name = f"product {weight.rows} x {weight.cols} {kind.name.lower().removesuffix('_turned')}"
                 num_bytes = math.prod(PackedMatrix.data_shape(weight.rows, weight.cols, kind))
-                operations = 2.0 * weight.rows * weight.cols * tokens
+                operations, rounds_x = 2.0 * weight.rows * weight.cols * tokens, weight_format(kind).rounds_x != 0
             elif op == "attention":
-                assert spec is not None
                 heads, window = spec.heads, spec.window or math.inf
                 num_bytes = work.read(window) * heads.num_kv_heads * heads.head_dim * 2 * key_bytes
                 operations = 4.0 * work.seen(window) * heads.num_heads * heads.head_dim
-            kernel = found.setdefault(name, Kernel(name))
+            kernel = found.setdefault(name, Kernel(name, rounds_x=rounds_x))
             kernel.calls += 1
             kernel.seconds += seconds / work.num_steps
             kernel.num_bytes += num_bytes

@@ -9,7 +9,7 @@ import ctypes
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -128,10 +128,10 @@ class Plan:
 
 
 class Spent(NamedTuple):
-    """Seconds in an instruction, of which operation, and what that is told beside its operands; None of the host."""
+    """Seconds in an instruction, of which operation, and the struct it is told beside operands; None of the host."""
 
     op: str
-    spec: ctypes.Structure | None
+    spec: Any
     seconds: float
 
 

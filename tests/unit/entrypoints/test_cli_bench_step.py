@@ -31,7 +31,7 @@ def test_a_run_on_the_demo(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -
     figures, plot = tmp_path / "f.json", tmp_path / "f.svg"
     assert main(["bench", "step", "demo", *SMALL, "--output-json", str(figures), "--plot", str(plot)]) == 0
     found = json.loads(figures.read_text())
-    assert found["limits"]["read"] > 1e8 < found["limits"]["multiply"]
+    assert all(found["limits"][rate] > 1e8 for rate in ("read", "multiply", "multiply_bytes"))
     prompts, decoding = ({one["name"]: one for one in found[phase]["kernels"]} for phase in ("prompts", "decoding"))
     assert prompts.keys() == decoding.keys() >= {"attention", "norm", "product 256 x 704 bf16"}
     down, head = "product 256 x 704 bf16", "product 4096 x 256 bf16"
@@ -71,11 +71,12 @@ def test_keys_in_common_are_read_once(tmp_path: Path, capsys: pytest.CaptureFixt
 @needs_kernels
 def test_prompts_over_several_steps_are_told_by_the_step(tmp_path: Path) -> None:
     figures = tmp_path / "f.json"
-    chunked = ["--max-num-batched-tokens", "32", "--output-json", str(figures)]
+    chunked = ["--max-num-batched-tokens", "32", "--quantization", "w8a8", "--output-json", str(figures)]
     assert main(["bench", "step", "demo", *SMALL, *chunked]) == 0
     found = json.loads(figures.read_text())
     kernels = {one["name"]: one for one in found["prompts"]["kernels"]}
-    assert kernels["product 256 x 704 bf16"]["operations"] == pytest.approx(5 * 2 * 256 * 704 * 120 / 4)
+    assert kernels["product 256 x 704 w8a8"]["operations"] == pytest.approx(5 * 2 * 256 * 704 * 120 / 4)
+    assert [kernels[name]["rounds_x"] for name in ("product 256 x 704 w8a8", "attention")] == [True, False]
     # The last prompt ends in the fourth step or later: the first sequence has decoded meanwhile, and goes on with it.
     attention = next(one for one in found["decoding"]["kernels"] if one["name"] == "attention")
     assert attention["operations"] / (5 * 4 * 3 * 8 * 32) > 42.5 + 0.9
@@ -88,11 +89,13 @@ def test_sequences_that_do_not_fit_at_once_are_refused(capsys: pytest.CaptureFix
 
 
 def test_a_floor_is_the_longer_time() -> None:
-    limits = Limits(read=10.0, multiply=100.0)
+    limits = Limits(read=10.0, multiply=100.0, multiply_bytes=200.0)
     kernel = Kernel("a", 1, 4.0, num_bytes=20.0, operations=100.0)
     assert (kernel.floor(limits), kernel.bound(limits)) == (2.0, "memory")
     kernel.operations = 300.0
     assert (kernel.floor(limits), kernel.bound(limits)) == (3.0, "multiplication")
+    kernel.rounds_x = True
+    assert (kernel.floor(limits), kernel.bound(limits)) == (2.0, "memory")
     assert Kernel("b", 1, 4.0).bound(limits) == "neither"
 
 
