@@ -18,7 +18,7 @@ inline float read_piece(const uint8_t* from, int64_t bytes) {
     vf sums[4] = {};
     const float* p = reinterpret_cast<const float*>(from);
     for (int64_t i = 0; i + 4 * kLanes <= bytes / 4; i += 4 * kLanes) {
-        __builtin_prefetch(p + i + 1024);
+        __builtin_prefetch(p + i + 768, 0, 2);  // into L2: as well as the CPU does by itself, and better from page to page
         for (int j = 0; j < 4; j++) sums[j] += load(p + i + j * kLanes);
     }
     return hsum(sums[0] + sums[1] + (sums[2] + sums[3]));

@@ -162,9 +162,10 @@ def measure_limits(model: "CompiledModel") -> Limits:
     import torch
 
     from quire.ops.native.library import loaded_library, prefault
+    from quire.worker.pages import huge_pages
 
     target, bare_loop = model.target, loaded_library().quire_bare_loop
-    memory = torch.zeros(_READ_BYTES, dtype=torch.uint8)
+    memory = huge_pages((_READ_BYTES,), torch.uint8)  # as weights are
     prefault(memory, target.num_threads)
     calls = ((memory.data_ptr(), _READ_BYTES, 0), (None, _MULTIPLY_ROUNDS, 0), (None, _MULTIPLY_ROUNDS, 1))
     rates: list[list[float]] = [[], [], []]
