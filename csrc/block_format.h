@@ -44,6 +44,7 @@ struct BlockFormat {
     constexpr int mins() const { return scales() + (is_super() ? 16 * groups : 32); }
     constexpr int stripe() const { return has_min && !nibble_scales() ? 2 * mins() - scales() : mins(); }
     constexpr bool is_own() const { return span != 0; }
+    constexpr bool has_numbers() const { return bits == 6 || (bits == 8 && !is_own()); }  // a plain tile's codes lie as NumberPlace says
     constexpr bool has_integers() const { return !tiny && !(is_own() && curved); }  // as codes, or as what they mean
     constexpr int striped() const { return 16 / (is_own() ? span : 1); }  // rows whose scales are in a tile, then their zeros
     constexpr int tile_bytes() const { return is_own() ? scales() + striped() * 5 : stripe() + (is_super() ? has_min ? 8 : 4 : 0); }

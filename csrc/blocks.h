@@ -1,7 +1,7 @@
 // Blocks, of GGUF files and our own: read, put into tiles, and expanded, for any level. What the formats are is in block_format.h.
 //
 // A tile's codes lie in planes of words, one for each column. Bits 4j of word c in group i of the plane of nibbles are row
-// 4i + j's; likewise eight rows share a word of two bits each, sixteen one of bits. Codes of six bits lie as SixBits says.
+// 4i + j's; likewise eight rows share a word of two bits each, sixteen one of bits. Codes of six bits, and eight, lie as NumberPlace says.
 // Products of a code and a scale have 24 bits or less and are exact in float32, so a value is rounded once, however a
 // level computes it.
 #pragma once
@@ -78,22 +78,26 @@ inline void read_piece(const uint8_t* b, int i, BlockPiece& p) {
     }
 }
 
-// Where a plain tile has codes of six bits: for each number 16 lanes, eight columns of two rows, and a dword of a lane has the codes of five
-// numbers. The two bits that are left in three dwords are a code of number 30 or 31. In the order of numbers linear_dot.h multiplies them.
-struct SixBits {
-    static constexpr int kFirst[5] = {0, 6, 14, 20, 26}, kLeft = 12;
+// Where a plain tile has codes of six or eight bits: for each number 16 lanes, eight columns of two rows, and a dword of a lane has the codes
+// of four numbers, or five of six bits: the two bits that are left in three dwords are a code of number 30 or 31. Codes of eight bits are
+// 128 more than they mean. In the order of numbers linear_dot.h multiplies them.
+template <int kBits>
+struct NumberPlace {
+    static constexpr int kFirst[5] = {0, 6, 14, 20, 26}, kLeft = 12;  // bits, of six
     int number, lane;
-    constexpr SixBits(int row, int col) : number(col / 16 * 16 + row % 4 * 4 + col / 8 % 2 * 2 + row / 8), lane(row / 4 % 2 * 8 + col % 8) {}
+    constexpr NumberPlace(int row, int col) : number(col / 16 * 16 + row % 4 * 4 + col / 8 % 2 * 2 + row / 8), lane(row / 4 % 2 * 8 + col % 8) {}
 
     // Calls body(dword, first bit in it, first bit of the code, how many) for each piece of the code.
     template <class Body>
     QUIRE_ALWAYS void for_parts(const Body& body) const {
+        if (kBits == 8) return body(number / 4 * 16 + lane, number % 4 * 8, 0, 8);
         if (number < 30) return body(number / 5 * 16 + lane, kFirst[number % 5], 0, 6);
         for (int i = 0; i < 3; i++) body(((number - 30) * 3 + i) * 16 + lane, kLeft, 2 * i, 2);
     }
 };
-inline void put_six(uint8_t* tile, int row, int col, unsigned code) {
-    SixBits(row, col).for_parts([&](int at, int first, int from, int bits) {
+template <int kBits>
+inline void put_number(uint8_t* tile, int row, int col, unsigned code) {
+    NumberPlace<kBits>(row, col).for_parts([&](int at, int first, int from, int bits) {
         uint32_t dword;
         std::memcpy(&dword, tile + 4 * at, 4);
         const uint32_t mask = (1u << bits) - 1;
@@ -114,9 +118,11 @@ inline void for_planes(const BlockFormat& f, const Body& body) {
 template <Type kType>
 inline void put_piece(uint8_t* tile, int64_t t, int row, bool paired, const BlockPiece& p) {
     constexpr BlockFormat f = block_format(kType);
-    for (int c = 0; c < 32 && f.bits == 8; c++) tile[paired ? paired_index(row, c) : row * 32 + c] = p.codes[c];
-    for (int c = 0; c < 32 && f.bits == 6 && !paired; c++) put_six(tile, row, c, p.codes[c]);
-    if (f.bits != 6 || paired)
+    if (f.has_numbers() && !paired)
+        for (int c = 0; c < 32; c++) put_number<f.bits>(tile, row, c, f.bits == 8 ? p.codes[c] ^ 128 : p.codes[c]);
+    else if (f.bits == 8)
+        for (int c = 0; c < 32; c++) tile[paired ? paired_index(row, c) : row * 32 + c] = p.codes[c];
+    else
         for_planes(f, [&](int offset, int first, int bits) {
             for (int c = 0; c < 32; c++) put_code(tile + offset, paired ? paired_place(row, c, bits) : plain_place(row, c, bits), bits, p.codes[c] >> first);
         });
@@ -178,8 +184,9 @@ private:
         else if (type == Type::w8a8) bytes[w8a8_offset(row, c)] = *byte ^ 128;
         else if (type == Type::i4) move(32, 4);
         else if (type == Type::w4a8) put_code(bytes, w4a8_place(row, c), 4, code(0, 4));
+        else if (type == Type::q8_0) put_number<8>(bytes, int(row), int(c), *byte ^ 128);
         else if (block_format(type).bits == 8) bytes[row * 32 + c] = *byte;
-        else if (block_format(type).bits == 6) put_six(bytes, int(row), int(c), code(0, 4) | code(block_format(type).twos(), 2) << 4);
+        else if (block_format(type).bits == 6) put_number<6>(bytes, int(row), int(c), code(0, 4) | code(block_format(type).twos(), 2) << 4);
         else for_planes(block_format(type), [&](int offset, int, int bits) { move(offset, bits); });
     }
 };
@@ -336,12 +343,12 @@ QUIRE_INLINE void unpack_blocks_row(const uint8_t* tile, const BlockScales<kType
             const uint16_t* words = reinterpret_cast<const uint16_t*>(p) + row / shared * 32;
             codes |= (words_of(words + c) >> right & ((1 << bits) - 1)) << first;
         };
-        if constexpr (f.bits == 6) {
+        if constexpr (f.has_numbers()) {
             constexpr int kRun = kLanes < 8 ? kLanes : 8;  // columns whose dwords are neighbours
             for (int i = 0; i < kLanes; i += kRun) {
                 typedef uint32_t Run __attribute__((vector_size(4 * kRun)));
                 Run run{};
-                SixBits(row, c + i).for_parts([&](int at, int first, int from, int bits) QUIRE_ALWAYS {
+                NumberPlace<f.bits>(row, c + i).for_parts([&](int at, int first, int from, int bits) QUIRE_ALWAYS {
                     Run dwords;
                     std::memcpy(&dwords, tile + 4 * at, sizeof dwords);
                     run |= (dwords >> first & ((1u << bits) - 1)) << from;
@@ -349,7 +356,7 @@ QUIRE_INLINE void unpack_blocks_row(const uint8_t* tile, const BlockScales<kType
                 std::memcpy(reinterpret_cast<int32_t*>(&codes) + i, &run, sizeof run);
             }
         }
-        if (f.bits == 8) codes = signed_bytes(tile + row * 32 + c);
+        if (f.bits == 8) codes = f.has_numbers() ? codes - 128 : signed_bytes(tile + row * 32 + c);
         if (f.bits == 4 || f.bits == 5) plane(tile, 0, 4);
         if (f.bits == 2 || f.bits == 3) plane(tile, 0, 2);
         if (f.bits == 3 || f.bits == 5) plane(tile + f.ones(), f.bits - 1, 1);

@@ -142,10 +142,6 @@ QUIRE_INLINE __m512i expand_blocks(const uint8_t* tile, const BlockScales<kType>
     constexpr int last = f.groups - 1;
     const __m512 scale = _mm512_set1_ps(scales.scale(0)[row]), last_scale = _mm512_set1_ps(scales.scale(last)[row]);
     const __m512 shift = _mm512_set1_ps(scales.shift(0)[row]), last_shift = _mm512_set1_ps(scales.shift(last)[row]);
-    auto of_integers = [&](__m512i low, __m512i high) {
-        const __m512 a = _mm512_fmadd_ps(_mm512_cvtepi32_ps(low), scale, shift);
-        return (__m512i)_mm512_cvtne2ps_pbh(_mm512_fmadd_ps(_mm512_cvtepi32_ps(high), last_scale, last_shift), a);
-    };
     // A plane's words with this row's bits `at` the place where the code has them.
     auto plane = [&](int offset, int bits, int at) {
         const int shared = 16 / bits;
@@ -171,9 +167,6 @@ QUIRE_INLINE __m512i expand_blocks(const uint8_t* tile, const BlockScales<kType>
             };
             return (__m512i)_mm512_cvtne2ps_pbh(value(_mm_loadu_si128(codes + 1)), value(_mm_loadu_si128(codes)));
         }
-    } else if constexpr (f.bits == 8) {
-        const __m128i* codes = reinterpret_cast<const __m128i*>(tile + row * 32);
-        return of_integers(_mm512_cvtepi8_epi32(_mm_loadu_si128(codes)), _mm512_cvtepi8_epi32(_mm_loadu_si128(codes + 1)));
     } else {
         const __m512 values = _mm512_fmadd_ps(steps, scale, shift);
         if constexpr (f.bits == 4) {  // the values are there twice: the fifth bit may be any
@@ -203,26 +196,32 @@ QUIRE_INLINE void turn(const __m512i (&rows)[4], __m512i (&out)[4]) {
     out[3] = _mm512_shuffle_i64x2(b, d, 0xdd);
 }
 
-constexpr bool has_sixes(Type type) { return is_blocks(type) && block_format(type).bits == 6; }
+constexpr bool has_numbers(Type type) { return is_blocks(type) && block_format(type).has_numbers(); }
 
-// Codes of six bits: calls body(c, j, weights) of columns 8c .. 8c + 7 of the rows 4i + j, i = 0..3, turned. A code becomes a number
-// where it lies among the bits of 512, whose last are worth as much: 512 + code, and 544 times a scale has 23 bits.
+// Codes of six or eight bits: calls body(c, j, weights) of columns 8c .. 8c + 7 of the rows 4i + j, i = 0..3, turned. A code becomes a number
+// where it lies among the bits of a power of 2 whose last are worth as much: 512 + code, or 32768 + code. What stands for 0 there, 17 * 32 or
+// 257 * 128, has 23 bits or less times a scale, so what is subtracted is exact.
 template <Type kType, class Body>
-QUIRE_INLINE void for_sixes(const uint8_t* tile, const BlockScales<kType>& scales, const Body& body) {
-    constexpr int kOne = 14;  // of a float32 of 512 the bit that is worth 1
-    static_assert(block_format(kType).zero == 32);
-    const __m512i number_bits = _mm512_set1_epi32(63 << kOne), base = (__m512i)_mm512_set1_ps(512);
-    auto moved = [](__m512i dwords, int right) QUIRE_ALWAYS { return right > 0 ? _mm512_srli_epi32(dwords, right) : _mm512_slli_epi32(dwords, -right); };
+QUIRE_INLINE void for_numbers(const uint8_t* tile, const BlockScales<kType>& scales, const Body& body) {
+    constexpr BlockFormat f = block_format(kType);
+    constexpr int kOne = f.bits == 6 ? 14 : 8;  // of that float32 the bit that is worth 1
+    constexpr float kBase = float(1 << (23 - kOne)), kZero = kBase + float(1 << (f.bits - 1));
+    using Place = NumberPlace<f.bits>;
+    const __m512i number_bits = _mm512_set1_epi32(((1 << f.bits) - 1) << kOne), base = (__m512i)_mm512_set1_ps(kBase);
+    auto moved = [](__m512i dwords, int right) QUIRE_ALWAYS {
+        return right == 0 ? dwords : right > 0 ? _mm512_srli_epi32(dwords, right) : _mm512_slli_epi32(dwords, -right);
+    };
     auto bits_of = [](__m512i x, __m512i mask, __m512i others) QUIRE_ALWAYS { return _mm512_ternarylogic_epi32(x, mask, others, 0xea); };  // (x & mask) | others
+    constexpr int kShared = 32 / f.bits;  // numbers of a dword
     __m512i dwords;
     auto number = [&](int n) QUIRE_ALWAYS {
-        if (n < 30) {
-            if (n % 5 == 0) dwords = plain(_mm512_loadu_si512(tile + n / 5 * 64));  // once: it lies across two lines
-            return (__m512)bits_of(moved(dwords, SixBits::kFirst[n % 5] - kOne), number_bits, base);
+        if (n < 30 || f.bits == 8) {
+            if (n % kShared == 0) dwords = plain(_mm512_loadu_si512(tile + n / kShared * 64));  // once: it lies across two lines
+            return (__m512)bits_of(moved(dwords, (f.bits == 8 ? 8 * (n % 4) : Place::kFirst[n % 5]) - kOne), number_bits, base);
         }
         __m512i x = base;
         for (int i = 0; i < 3; i++)
-            x = bits_of(moved(_mm512_loadu_si512(tile + ((n - 30) * 3 + i) * 64), SixBits::kLeft - kOne - 2 * i), _mm512_set1_epi32(3 << (kOne + 2 * i)), x);
+            x = bits_of(moved(_mm512_loadu_si512(tile + ((n - 30) * 3 + i) * 64), Place::kLeft - kOne - 2 * i), _mm512_set1_epi32(3 << (kOne + 2 * i)), x);
         return (__m512)x;
     };
     const __m512i rows = _mm512_setr_epi32(0, 0, 0, 0, 0, 0, 0, 0, 4, 4, 4, 4, 4, 4, 4, 4);
@@ -230,9 +229,9 @@ QUIRE_INLINE void for_sixes(const uint8_t* tile, const BlockScales<kType>& scale
     for (int g = 0; g < 2; g++)
 #pragma GCC unroll 4
         for (int j = 0; j < 4; j++) {
-            const __m512 of_group = _mm512_load_ps(scales.scale(g));
-            const __m512 low = _mm512_permutexvar_ps(_mm512_add_epi32(rows, _mm512_set1_epi32(j)), of_group), low_shift = _mm512_mul_ps(low, _mm512_set1_ps(-544));
-            const __m512 high = _mm512_permutexvar_ps(_mm512_add_epi32(rows, _mm512_set1_epi32(j + 8)), of_group), high_shift = _mm512_mul_ps(high, _mm512_set1_ps(-544));
+            const __m512 of_group = _mm512_load_ps(scales.scale(g % f.groups));
+            const __m512 low = _mm512_permutexvar_ps(_mm512_add_epi32(rows, _mm512_set1_epi32(j)), of_group), low_shift = _mm512_mul_ps(low, _mm512_set1_ps(-kZero));
+            const __m512 high = _mm512_permutexvar_ps(_mm512_add_epi32(rows, _mm512_set1_epi32(j + 8)), of_group), high_shift = _mm512_mul_ps(high, _mm512_set1_ps(-kZero));
 #pragma GCC unroll 2
             for (int c = 2 * g; c < 2 * g + 2; c++) {
                 const int n = 16 * g + 4 * j + c % 2 * 2;

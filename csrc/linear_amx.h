@@ -79,15 +79,15 @@ public:
         }
         if constexpr (is_blocks(kType)) {
             scales_.read(tile, t);
-            if constexpr (has_sixes(kType)) return expand_sixes(tile, out);
+            if constexpr (has_numbers(kType)) return expand_numbers(tile, out);
             else for (int row = 0; row < 16; row++) _mm512_store_si512(out + row * 32, expand_blocks<kType>(tile, scales_, row));
         }
     }
 
 private:
-    QUIRE_ALWAYS void expand_sixes(const uint8_t* tile, bf16* out) {
+    QUIRE_ALWAYS void expand_numbers(const uint8_t* tile, bf16* out) {
         __m512i pieces[4][4], rows[4];
-        for_sixes<kType>(tile, scales_, [&](int c, int j, __m512i weights) QUIRE_ALWAYS { pieces[j][c] = weights; });
+        for_numbers<kType>(tile, scales_, [&](int c, int j, __m512i weights) QUIRE_ALWAYS { pieces[j][c] = weights; });
         for (int j = 0; j < 4; j++) {
             turn(pieces[j], rows);
             for (int i = 0; i < 4; i++) _mm512_store_si512(out + (4 * i + j) * 32, rows[i]);

@@ -23,7 +23,7 @@ constexpr int kTurningRows = 3;        // rows that meet codes of four bits whil
 constexpr int64_t kMostRows = 96, kMostBlocks = 16;
 
 // Codes that for_features expands.
-constexpr bool comes_turned(Type type) { return has_nibbles(type) || has_sixes(type); }
+constexpr bool comes_turned(Type type) { return has_nibbles(type) || has_numbers(type); }
 
 // Up to how many rows weights are multiplied as they come from memory. Of blocks fewer, or just one: six copies of what expands each of
 // their types take minutes to build.
@@ -99,7 +99,7 @@ QUIRE_INLINE void for_nibbles(const uint8_t* tile, const Scales& scales, const B
 // Calls body(c, j, weights) of columns 8c .. 8c + 7 of the rows 4i + j, i = 0..3, with j = 0..3 for each c or each two: registers are left for many sums.
 template <Type kType, class Scales, class Body>
 QUIRE_INLINE void for_features(const uint8_t* tile, const Scales& scales, const Body& body) {
-    if constexpr (has_sixes(kType)) return for_sixes<kType>(tile, scales, body);
+    if constexpr (has_numbers(kType)) return for_numbers<kType>(tile, scales, body);
     else for_nibbles<kType>(tile, scales, body);
 }
 

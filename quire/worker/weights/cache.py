@@ -22,7 +22,7 @@ from quire.config.model import ModelConfig
 
 logger = logging.getLogger(__name__)
 
-FORMAT = 5  # raised when csrc/pack.h changes what is in a tile, or this file the manifest
+FORMAT = 6  # raised when csrc/pack.h changes what is in a tile, or this file the manifest
 MIN_BYTES = 64 * 2**20  # smaller checkpoints are packed faster than they are worth a file
 DEFAULT_LIMIT = 64 * 2**30
 _SAMPLES = 256  # places all over a file of the checkpoint that are read to tell it from others
