@@ -123,6 +123,20 @@ def test_the_output_may_be_the_residual(level: str, dtype: torch.dtype) -> None:
 
 @pytest.mark.pairs
 @pytest.mark.parametrize("type", DENSE)
+def test_the_output_may_be_the_input(level: str, type: Type) -> None:
+    """No thread reads a row then that another one has written."""
+    matrix = packed(draw(320, 320), type)
+    with Threads(3):
+        product = Product(matrix, torch.bfloat16)
+        for rows in (1, 4, 20):
+            x = draw(rows, 320, dtype=torch.bfloat16)
+            expected = product(x)
+            product.program.run([x, x])
+            assert torch.equal(x, expected), rows
+
+
+@pytest.mark.pairs
+@pytest.mark.parametrize("type", DENSE)
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("rows", [3, 16, 40])
 def test_nan_and_infinity_stay_in_their_rows(level: str, dtype: torch.dtype, type: Type, rows: int) -> None:
