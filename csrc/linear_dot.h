@@ -19,6 +19,9 @@ constexpr int64_t kBytesAhead = 4096;  // of weights, to prefetch while they are
 constexpr int kFewRows = 6;            // rows whose sums with all of a block's features stay in registers
 constexpr int kPairRows = 12;          // rows whose sums with half of them do
 constexpr int kOwnRows = 2 * kPairRows;  // rows of x that each thread copies for itself
+// More rows than meet half of the features at once, up to so many, meet all of them, a few at a time: a turned block of bf16 is read line
+// after line then, as the CPU fetches best. With more rows, how it is read hardly matters.
+constexpr int64_t kWholeRows = 32;
 constexpr int kTurningRows = 3;        // rows that meet codes of four bits while those are looked up, and hide half of what that takes
 constexpr int64_t kMostRows = 96, kMostBlocks = 16;
 
@@ -289,12 +292,12 @@ inline void multiply_turned(const uint8_t* block, int64_t num_tiles, const RowsO
     }
 }
 
-// Of so many rows the index-th group: of at most kPairRows, all about as large, as the sums of one or two rows wait for each other.
+// Of so many rows the index-th group: of at most `most`, all about as large, as the sums of one or two rows wait for each other.
 struct RowGroup {
     int64_t first, count;
 
-    RowGroup(int64_t num_rows, int64_t index) {
-        const int64_t groups = divide_up(num_rows, kPairRows), more = num_rows % groups;  // so many have a row more
+    RowGroup(int64_t num_rows, int64_t most, int64_t index) {
+        const int64_t groups = divide_up(num_rows, most), more = num_rows % groups;  // so many have a row more
         first = num_rows / groups * index + (index < more ? index : more);
         count = num_rows / groups + (index < more);
     }
@@ -305,13 +308,15 @@ struct RowGroup {
 struct DotRows {
     const bf16* x;
     int64_t num_rows, stride;
+    int64_t most = kPairRows;   // rows of a group, at most
     int64_t panel = kMostRows;  // rows that are grouped by themselves: a multiple of kPairRows
     bool grouped = false;
     bool own = false;  // each thread makes a copy of its own: what another core has written comes slowly where cores are far apart
 
     DotRows(const LinearArgs& a, Context& context) : x(static_cast<const bf16*>(a.x)), num_rows(a.num_rows), stride(a.weight.num_tiles() * 32) {
-        const int64_t most = context.cache / 4 / (stride * 2) / kPairRows * kPairRows;  // the blocks have half of L2, x a quarter
-        if (num_rows > kMostRows && most < kMostRows) panel = most < kPairRows ? kPairRows : most;
+        const int64_t near = context.cache / 4 / (stride * 2) / kPairRows * kPairRows;  // the blocks have half of L2, x a quarter
+        if (num_rows > kMostRows && near < kMostRows) panel = near < kPairRows ? kPairRows : near;
+        if (a.weight.type == Type::bf16_turned && num_rows > kPairRows && num_rows <= kWholeRows) most = kFewRows;
         grouped = num_rows <= kPairRows || a.weight.type == Type::i8_turned || a.weight.cols != stride || a.out == a.x;
         own = grouped && num_rows <= kOwnRows && a.out != a.x;
         if (!grouped) {
@@ -320,7 +325,7 @@ struct DotRows {
         }
         if (own) return;
         bf16* copy = context.shared.get<bf16>(num_rows * stride);
-        context.pool.run(divide_up(num_rows, kPairRows), [&](int64_t task, int) { copy_rows(a, task * kPairRows, copy); });
+        context.pool.run(divide_up(num_rows, most), [&](int64_t task, int) { copy_rows(a, task * most, copy); });
         x = copy;
     }
     // As a thread reads them.
@@ -328,21 +333,23 @@ struct DotRows {
         DotRows rows = *this;
         if (!own) return rows;
         bf16* copy = scratch.get<bf16>(num_rows * stride);
-        for (int64_t row = 0; row < num_rows; row += kPairRows) copy_rows(a, row, copy);
+        for (int64_t row = 0; row < num_rows; row += most) copy_rows(a, row, copy);
         rows.x = copy;
         return rows;
     }
     int64_t in_panel(int64_t first) const { return num_rows - first < panel ? num_rows - first : panel; }
+    int64_t num_groups(int64_t first) const { return divide_up(in_panel(first), most); }  // of the panel that row `first` begins
+    RowGroup group_of(int64_t first, int64_t index) const { return RowGroup(in_panel(first), most, index); }
     RowsOfX group(int64_t first, int64_t count) const {
         const bf16* rows = x + first * stride;
         return grouped ? RowsOfX{rows, 32, 32 * count} : RowsOfX{rows, stride, 32};
     }
 
 private:
-    // The group of rows that row `at`, a multiple of kPairRows, would begin if all groups had so many.
+    // The group of rows that row `at`, a multiple of `most`, would begin if all groups had so many.
     void copy_rows(const LinearArgs& a, int64_t at, bf16* copy) const {
         const int64_t first = at / panel * panel;
-        const RowGroup group(in_panel(first), (at - first) / kPairRows);
+        const RowGroup group = group_of(first, (at - first) / most);
         const bf16* from = static_cast<const bf16*>(a.x) + (first + group.first) * a.x_stride;
         bf16* to = copy + (first + group.first) * stride;
         for (int64_t c = 0; c < stride; c += 32) {
@@ -400,7 +407,7 @@ template <Type kType, bool kBytes>
 inline void multiply_blocks(const DotBlocks& blocks, const DotRows& rows, BlockRange range, Turning turning, uint8_t* turned) {
     const LinearArgs& a = blocks.a;
     const int64_t tiles = a.weight.num_tiles();
-    const int64_t passes = 2 * divide_up(rows.in_panel(0), kPairRows);
+    const int64_t passes = 2 * rows.num_groups(0);
     const int64_t step = round_up(divide_up(a.weight.tile_bytes(), passes), 64);
     alignas(64) float sums[2][kMostRows * 16];
     for (int64_t first = 0; first < a.num_rows; first += rows.panel) {
@@ -413,15 +420,15 @@ inline void multiply_blocks(const DotBlocks& blocks, const DotRows& rows, BlockR
                 if (turning.turn_block) {
                     uint8_t* place = turned + (a.num_rows > rows.panel ? item : 0) * tiles * 1024;
                     if (first == 0) {
-                        turning.turn_block(weights, tiles, a.weight.tile_bytes(), rows.group(0, RowGroup(count, 0).count), sums[part], place);
+                        turning.turn_block(weights, tiles, a.weight.tile_bytes(), rows.group(0, rows.group_of(0, 0).count), sums[part], place);
                         done = turning.rows;
                     }
                     weights = place;
                 }
                 const uint8_t* ahead = weights_ahead(blocks, block, part);
                 int64_t fetched = first == 0 ? 0 : blocks.bytes;
-                for (int64_t i = 0; i < divide_up(count, kPairRows); i++, done = 0) {
-                    const RowGroup group(count, i);
+                for (int64_t i = 0; i < rows.num_groups(first); i++, done = 0) {
+                    const RowGroup group = rows.group_of(first, i);
                     const Fetch fetch{ahead + fetched, fetched < blocks.bytes ? step : 0};
                     fetched += 2 * tiles * fetch.step;
                     const RowsOfX x = rows.group(first + group.first, group.count).from(done);

@@ -208,7 +208,7 @@ def test_the_order_in_memory_changes_no_bit(level: str, dtype: torch.dtype, shap
     dense = draw(*shape)
     for types in ((Type.BF16_TURNED, Type.BF16), (Type.I8_TURNED, Type.I8)):
         turned, plain = (Product(packed(dense, type), dtype) for type in types)
-        for rows in (1, 2, 4, 5, 6, 7, 12, 13, 17, 40, 97, 130):
+        for rows in (1, 2, 4, 5, 6, 7, 12, 13, 17, 32, 33, 97, 130):
             x = draw(rows, shape[1], dtype=dtype, seed=1)
             assert torch.equal(turned(x), plain(x)), (types, rows)
 
