@@ -54,7 +54,9 @@ struct EvenTasks {
 
 // The end of a product. Only the features there are are written.
 template <class T, class Out, Epilogue kEpilogue>
-QUIRE_ONE_COPY void finish_rows(const LinearArgs& a, const Sums& s) {
+QUIRE_ONE_COPY void finish_rows(const LinearArgs& args, const Sums& sums) {
+    const LinearArgs a = args;  // copies, as the compiler would read them again after whatever is written
+    const Sums s = sums;
     constexpr bool kGated = is_gated(kEpilogue);
     const int64_t num_features = kGated ? a.weight.rows / 2 : a.weight.rows;
     const int64_t count = num_features - s.first < s.width ? num_features - s.first : s.width;
