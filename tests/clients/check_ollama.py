@@ -80,7 +80,7 @@ def models() -> None:
 def errors() -> None:
     for call, status, text in (
         (lambda: client.chat("other", messages=USER), 404, "does not exist"),
-        (lambda: client.pull("demo"), 400, "quire pull"),
+        (lambda: client.pull("demo"), 404, "quire pull"),
         (lambda: client.chat("demo", messages=USER, options={"temperature": -1}), 400, "options.temperature"),
     ):
         error = harness.raised(ollama.ResponseError, call)

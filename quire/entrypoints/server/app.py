@@ -105,7 +105,7 @@ async def _answer(request: Request, error: Exception) -> Response:
     # The framework says that there is no such route, and no handler.
     is_no_route = isinstance(error, HTTPException) and error.status_code == 404 and error.detail == "Not Found"
     path = route_path(request.scope)[:_LONGEST_GUESSED]
-    if is_no_route and (told := read_answers(_OTHERS).get(re.sub(r"^/(v\d/)?", "", path).partition("/")[0])):
+    if is_no_route and (told := read_answers(_OTHERS).get(re.sub(r"^/(v\d/|api/)?", "", path).partition("/")[0])):
         error = HTTPException(404, f"{path} {told[1]}")
     elif is_no_route and (meant := _meant_path(request)):
         error = HTTPException(404, f"there is no such route; did you mean {meant}? /docs lists those there are.")

@@ -13,11 +13,9 @@ from quire.entrypoints.server.dialects.llama_cpp import read_llama
 from quire.entrypoints.server.event_service import EventService
 from quire.entrypoints.server.llama_requests import LlamaCompletionRequest, LlamaEmbeddingRequest
 from quire.entrypoints.server.middleware import identify
-from quire.entrypoints.server.requests_common import AnyRequest
 from quire.entrypoints.server.sse import CONTENT_TYPES, event, respond
 from quire.entrypoints.server.state import ServerState, State, get_state
 from quire.entrypoints.server.unknown_fields import warn_client
-from quire.errors import NotYetSupportedError
 
 
 class LlamaRoute(JsonRoute):
@@ -48,12 +46,6 @@ async def apply_template(body: ChatCompletionRequest, request: Request, response
     warn_client(response, body)
     turn, _ = await read_chat(get_state(request), body, identify(request.scope).decode("latin-1"), prompt_only=True)
     return {"prompt": turn.prompts[0].text or ""}
-
-
-@router.post("/infill")
-async def infill(body: AnyRequest) -> None:
-    """Not there: models are not asked to fill in before a suffix."""
-    raise NotYetSupportedError("filling in before a suffix is not supported; use /completion with the text before it.")
 
 
 @router.get("/props")

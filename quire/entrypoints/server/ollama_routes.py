@@ -20,18 +20,10 @@ from quire.entrypoints.server.responses import encode
 from quire.entrypoints.server.room import num_parameters
 from quire.entrypoints.server.sse import content_types, respond
 from quire.entrypoints.server.state import ServerState, State, get_state
-from quire.errors import NotYetSupportedError
 
 _STREAM = "application/x-ndjson"
 _CONTENT_TYPES = content_types(_STREAM)
 _LATEST = ":latest"  # the tag of a name without one
-_ELSEWHERE = {
-    "pull": "use 'quire pull MODEL' where the server is",
-    "push": "use the hub's own tools",
-    "create": "use 'quire quantize', or an adapter",
-    "copy": "use --served-model-name for a second name",
-    "delete": "use 'quire rm MODEL' where the server is",
-}
 
 
 class OllamaRoute(JsonRoute):
@@ -124,16 +116,6 @@ async def show(body: AnyRequest, state: State) -> dict[str, Any]:
     can = ["completion", *(["tools"] if "tools" in template else []), *(["thinking"] if "think" in template else [])]
     known["parameters"] = f"num_ctx {config.max_model_len}"  # where Continue looks for it
     return {**known, "template": template, "model_info": info, "capabilities": can}
-
-
-async def _elsewhere(request: Request) -> None:
-    what = request.url.path.rsplit("/", 1)[-1]
-    raise NotYetSupportedError(f"models are not managed through this server: {_ELSEWHERE[what]}.")
-
-
-for _what in _ELSEWHERE:
-    method = "DELETE" if _what == "delete" else "POST"
-    router.add_api_route(f"/{_what}", _elsewhere, methods=[method], include_in_schema=False)
 
 
 async def _entry(state: ServerState, name: str) -> dict[str, Any]:

@@ -203,7 +203,7 @@ REFUSALS: dict[str, tuple[str, dict[str, Any], int, str]] = {
     "a vector that is too long": ("embed", {"input": "a", "dimensions": 999}, 400, "dimensions = 999 is more than"),
     "a text that is too long": ("embed", {"input": "a " * 500, "truncate": False}, 400, "maximum context length"),
     "tools": ("chat", {"tools": [LOOK]}, 400, "does not support tools"),  # what Ollama says, and clients look for
-    "to pull": ("pull", {}, 400, "quire pull"),
+    "to pull": ("pull", {}, 404, "quire pull"),
 }
 
 
