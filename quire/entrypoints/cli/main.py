@@ -53,7 +53,7 @@ def build_parser() -> Parser:
     _add_leaf(commands, "show", "say what a model is, and what it would take", plan.add_flags, at_hand.show)
     _add_leaf(commands, "cache", "show or clear the packed weights kept on disk", cache.add_flags, cache.run)
     _add_leaf(commands, "collect-env", "show what a bug report should say", collect_env.add_flags, collect_env.run)
-    _add_leaf(commands, "version", "show the version", None, _print_version)
+    _add_leaf(commands, "version", "show the version", None, lambda _: print(f"quire {quire.__version__}"))
     return parser
 
 
@@ -70,10 +70,6 @@ def _add_leaf(
         add_flags(leaf)
         takes_model = any(action.dest == "model_argument" for action in leaf._actions)
         leaf.usage = leaf.usage or ("%(prog)s [MODEL] [options]" if takes_model else "%(prog)s [options]")
-
-
-def _print_version(_: argparse.Namespace) -> None:
-    print(f"quire {quire.__version__}")
 
 
 def _check_command(parser: argparse.ArgumentParser, arguments: Sequence[str]) -> None:
