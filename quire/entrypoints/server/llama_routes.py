@@ -30,8 +30,7 @@ router = APIRouter(route_class=LlamaRoute, tags=["llama.cpp"])
 @router.post("/completion", responses=CONTENT_TYPES)
 async def complete(body: LlamaCompletionRequest, request: Request) -> Response:
     """Go on with one or more prompts."""
-    state = get_state(request)
-    return await respond(request, EventService(state, read_llama, event), body)
+    return await respond(request, EventService(get_state(request), read_llama, event), body)
 
 
 @router.post("/embedding")

@@ -49,8 +49,7 @@ async def create_chat_completion(body: ChatCompletionRequest, request: Request) 
 @router.post("/v1/messages", tags=["messages"], responses=CONTENT_TYPES)
 async def create_message(body: MessagesRequest, request: Request) -> Response:
     """Answer a conversation."""
-    state = get_state(request)
-    return await respond(request, EventService(state, read_message), body)
+    return await respond(request, EventService(get_state(request), read_message), body)
 
 
 @router.post("/v1/embeddings", tags=["embeddings"])
