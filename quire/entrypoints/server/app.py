@@ -33,6 +33,7 @@ from quire.entrypoints.server import (
 from quire.entrypoints.server.errors import ANTHROPIC, STATUSES, error_response, is_ollama
 from quire.entrypoints.server.fleet import Fleet, Leases
 from quire.entrypoints.server.middleware import PUBLIC_PATHS, ApiKeys, BaseURLs, Frame, RequestLimits, route_path
+from quire.entrypoints.server.prometheus import HttpCounts
 from quire.entrypoints.server.responses_service import ResponsesService
 from quire.entrypoints.server.state import ServerState
 from quire.errors import ConfigError, QuireError
@@ -53,7 +54,7 @@ def build_app(state: ServerState | Fleet) -> FastAPI:
         telemetry={"tracing": False, "metrics": False, "logs": False},
     )
     app.state.quire, app.state.fleet = state, state if isinstance(state, Fleet) else None
-    app.state.responses = ResponsesService(front)
+    app.state.responses, app.state.http = ResponsesService(front), HttpCounts()
     app.root_path = args.root_path
     # In this order they are looked through for each request.
     for module in (turn_routes, response_routes, llama_routes, ollama_routes, info, adapters, admin, live, pages):
@@ -70,7 +71,7 @@ def build_app(state: ServerState | Fleet) -> FastAPI:
     app.add_middleware(RequestLimits, max_body_bytes=args.max_body_bytes, max_headers=args.h11_max_header_count)
     if args.api_key:
         app.add_middleware(ApiKeys, keys=args.api_key)
-    app.add_middleware(Frame, state=front)
+    app.add_middleware(Frame, state=front, counts=app.state.http)
     if args.allowed_origins:
         app.add_middleware(
             CORSMiddleware,

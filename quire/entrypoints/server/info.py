@@ -7,7 +7,7 @@ import asyncio
 import time
 from typing import Any
 
-from fastapi import APIRouter, Response
+from fastapi import APIRouter, Request, Response
 from starlette.responses import PlainTextResponse
 
 import quire
@@ -133,7 +133,7 @@ async def load(state: State) -> forms.Load:
 
 
 @router.get("/metrics", tags=["server"], response_class=PlainTextResponse)
-async def metrics(state: State) -> Response:
+async def metrics(state: State, request: Request) -> Response:
     """Counters, gauges and histograms in Prometheus' text form."""
-    body, media_type = render(state.figures(), time.monotonic())
+    body, media_type = render(state.figures(), request.app.state.http, time.monotonic())
     return Response(body, media_type=media_type)

@@ -21,6 +21,7 @@ from starlette.requests import ClientDisconnect
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from quire.entrypoints.server.errors import AuthenticationError, error_response, is_anthropic
+from quire.entrypoints.server.prometheus import HttpCounts
 from quire.entrypoints.server.state import ServerState
 from quire.errors import QuireError
 
@@ -28,7 +29,8 @@ logger = logging.getLogger("quire")
 
 PUBLIC_PATHS = ("/health", "/ping")  # for load balancers, which have no key
 _ENDLESS_PATHS = ("/live",)  # streams that end with the server
-_NO_LOAD = (*_ENDLESS_PATHS, *PUBLIC_PATHS, "/load", "/metrics")  # who asks for the load is none, nor what to wait for
+# Who asks for the load is none, nor what to wait for; vLLM's counts leave these out, too.
+_NO_LOAD = (*_ENDLESS_PATHS, *PUBLIC_PATHS, "/load", "/metrics", "/version")
 _PAGES = ("/", "/docs")
 _LONGEST_ID = 200
 OUTLET = "quire.outlet"  # in a request's scope, as what follows
@@ -43,8 +45,8 @@ def route_path(scope: Scope) -> str:
 class Frame:
     """Counts requests, gives them their id, logs a line for each at debug level, and answers uncaught errors."""
 
-    def __init__(self, app: ASGIApp, state: ServerState) -> None:
-        self._app, self._state = app, state
+    def __init__(self, app: ASGIApp, state: ServerState, counts: HttpCounts) -> None:
+        self._app, self._state, self._counts = app, state, counts
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -53,16 +55,17 @@ class Frame:
         inner = _as_get(scope)
         if self._state.args.middleware:
             scope.pop(OUTLET, None)  # others want to see all that is sent
-        args, status, start = self._state.args, 0, time.perf_counter()
+        args, status, num_sent, start = self._state.args, 0, 0, time.perf_counter()
         headers = [(b"x-request-id", identify(scope))] if args.enable_request_id_headers else []
         if is_anthropic(scope):
             headers.append((b"request-id", identify(scope)))
-        counted = route_path(scope) not in _NO_LOAD
+        path, shown = route_path(scope), quote(scope["path"])  # with a line break, a client could write log lines
+        counted = path not in _NO_LOAD
 
         async def note_status(message: Message) -> None:
-            nonlocal status
+            nonlocal status, num_sent
             if message["type"] == "http.response.start":
-                status = message["status"]
+                status, num_sent = message["status"], _content_length(message.get("headers", ()))
                 message["headers"] = [*message.get("headers", ()), *headers]
             elif inner is not scope:
                 message = {**message, "body": b""}
@@ -77,14 +80,17 @@ class Frame:
             if status:  # too late for an answer: the server closes the connection, and logs why
                 raise
             if not isinstance(error, QuireError | HTTPException):
-                logger.exception("%s %s failed", scope["method"], _quoted_path(scope))
+                logger.exception("%s %s failed", scope["method"], shown)
             await error_response(error, scope)(scope, receive, note_status)
         finally:
             self._state.num_in_flight -= counted
-            if args.logs_requests and route_path(scope) not in (args.disable_access_log_for_endpoints or "").split(","):
-                client, seconds = (scope.get("client") or ("-",))[0], time.perf_counter() - start
-                path = _quoted_path(scope)
-                logger.debug("%s %s from %s: %d in %.3f s", scope["method"], path, client, status, seconds)
+            seconds, handler = time.perf_counter() - start, getattr(inner.get("route"), "path", "none")
+            if handler not in _NO_LOAD:
+                sizes = _content_length(scope["headers"]), num_sent
+                self._counts.count(scope["method"], status or 500, handler, sizes, seconds)
+            if args.logs_requests and path not in (args.disable_access_log_for_endpoints or "").split(","):
+                client = (scope.get("client") or ("-",))[0]
+                logger.debug("%s %s from %s: %d in %.3f s", scope["method"], shown, client, status, seconds)
 
 
 def _as_get(scope: Scope) -> Scope:
@@ -92,11 +98,6 @@ def _as_get(scope: Scope) -> Scope:
     if scope["method"] != "HEAD" or route_path(scope) in _ENDLESS_PATHS:
         return scope
     return {**scope, "method": "GET"}
-
-
-def _quoted_path(scope: Scope) -> str:
-    """For the log, where a line break would let a client write lines of its own."""
-    return quote(scope["path"])
 
 
 def identify(scope: Scope) -> bytes:
@@ -130,7 +131,7 @@ class BaseURLs:
             if own and own[0] in self._versioned | self._plain:
                 is_versioned = own[0] in self._versioned and ("v1" in given or own[0] not in self._plain)
                 path = "/".join(["", "v1", *own] if is_versioned else ["", *own])
-                scope = {**scope, "path": scope.get("root_path", "") + path}
+                scope["path"] = scope.get("root_path", "") + path  # in place: `Frame` learns the route from it
         await self._app(scope, receive, send)
 
 
@@ -198,7 +199,7 @@ class RequestLimits:
             return
         if len(scope["headers"]) > self._max_headers:
             raise HTTPException(431, f"the request has more than {self._max_headers} headers.")
-        self._check(max((_length(value) for name, value in scope["headers"] if name == b"content-length"), default=0))
+        self._check(_content_length(scope["headers"]))
         num_bytes = 0
 
         async def counted() -> Message:
@@ -215,5 +216,7 @@ class RequestLimits:
             raise HTTPException(413, f"the body is larger than {self._max_body_bytes} bytes, the most taken here.")
 
 
-def _length(value: bytes) -> int:
-    return int(value) if value.isdigit() and len(value) < 20 else 0
+def _content_length(headers: Iterable[tuple[bytes, bytes]]) -> int:
+    """What they say of a body's length; 0: nothing that is one."""
+    given = (value for name, value in headers if name == b"content-length")
+    return max((int(value) for value in given if value.isdigit() and len(value) < 20), default=0)

@@ -1,16 +1,18 @@
 """The server's metrics in Prometheus' text form, under the names of vLLM's: its dashboards and autoscalers work here.
 
-GET /metrics calls `render`. Nothing is kept: the figures are read off the recorder and the engine's stats as they are.
+GET /metrics calls `render`. The figures are read off the recorder and the engine's stats as they are, and kept here for
+HTTP alone, which no other part of the server counts.
 """
 
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from msgspec import structs
-from prometheus_client import CollectorRegistry, ProcessCollector, generate_latest
-from prometheus_client.metrics_core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
+from prometheus_client import CollectorRegistry, Metric, ProcessCollector, generate_latest
+from prometheus_client import metrics_core as core
 from prometheus_client.registry import Collector
 from prometheus_client.utils import floatToGoString
 
@@ -21,14 +23,22 @@ from quire.metrics.histogram import Histogram
 from quire.protocol.stats import SLEEP_STATES, EngineStats
 
 _CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
-_LABELS = ("model_name", "engine")
 _OF_CACHE = ("block_size", "enable_prefix_caching", "gpu_memory_utilization", "swap_space")  # options, and vLLM's too
 _PREPARING = ("prefix", "disk", "adapter", "grammar", "result", "siblings")  # reasons to wait that are no lack of room
+_METHODS = ("GET", "HEAD", "POST", "PUT", "PATCH", "DELETE", "OPTIONS")  # any other word is a client's own
+_SECONDS = [0.01, 0.025, 0.05, 0.075, 0.1, 0.25, 0.5, 0.75, 1, 1.5, 2, 2.5, 3, 3.5, 4, 4.5, 5, 7.5, 10, 30, 60]
+# Of HTTP, as prometheus-fastapi-instrumentator has it on vLLM's server: name -> help, labels, bounds (none: a summary).
+_OF_HTTP: dict[str, tuple[str, tuple[str, ...], list[float]]] = {
+    "http_request_size_bytes": ("Length of bodies, by what their headers say.", ("handler",), []),
+    "http_response_size_bytes": ("Length of answers likewise, 0 of streams.", ("handler",), []),
+    "http_request_duration_highr_seconds": ("First byte to the answer's end.", (), _SECONDS),
+    "http_request_duration_seconds": ("The same, by route.", ("method", "handler"), [0.1, 0.5, 1.0]),
+}
 # Name, help, and value; or labels, and a value for each of theirs.
 _Figure = tuple[str, str, float | tuple[tuple[str, ...], Mapping[tuple[str, ...], float]]]
 
 
-def render(sources: "Sequence[Figures]", now: float) -> tuple[bytes, str]:
+def render(sources: "Sequence[Figures]", http: "HttpCounts", now: float) -> tuple[bytes, str]:
     """The body of an answer, and its content type.
 
     Each engine's figures have its number as their label "engine", the server's own an empty one, which is none, where
@@ -38,6 +48,7 @@ def render(sources: "Sequence[Figures]", now: float) -> tuple[bytes, str]:
         source.metrics.advance(now)
     registry = CollectorRegistry(auto_describe=False)
     registry.register(sources[0] if len(sources) == 1 else _All(sources))
+    registry.register(http)
     ProcessCollector(registry=registry)
     return generate_latest(registry), _CONTENT_TYPE
 
@@ -71,24 +82,22 @@ class Figures(Collector):
         gauges = [(server, iter([("quire:event_loop_max_stall_seconds", *stall)]))]
         gauges += [(engine, self._gauges(stats)) for engine, stats in engines]
         counters = [(server, self._server_counters()), *((engine, self._counters(stats)) for engine, stats in engines)]
-        for kind, sources in ((GaugeMetricFamily, gauges), (CounterMetricFamily, counters)):
-            families: dict[str, Any] = {}
+        families = _Families()
+        for kind, sources in ((core.GaugeMetricFamily, gauges), (core.CounterMetricFamily, counters)):
             for engine, figures in sources:
                 for name, help, value in figures:
                     own, values = value if isinstance(value, tuple) else ((), {(): value})
-                    family = families.get(name) or families.setdefault(name, kind(name, help, labels=(*_LABELS, *own)))
                     for shown, figure in values.items():
-                        family.add_metric((self.model_name, engine, *shown), figure)
-            yield from families.values()
+                        labels = self._labels(engine) | dict(zip(own, shown, strict=True))
+                        families.add(kind, name, help, labels, figure)
         histograms = [(server, histogram) for histogram in self.metrics.histograms]
         histograms += [(engine, histogram) for engine, stats in engines for histogram in _residency(stats)]
-        named: dict[str, HistogramMetricFamily] = {}
         for engine, histogram in histograms:
-            name, made = histogram.name, HistogramMetricFamily(histogram.name, histogram.help, labels=_LABELS)
-            family = named.setdefault(name, made)
-            buckets = [(floatToGoString(bound), count) for bound, count in histogram.cumulative()]
-            family.add_metric((self.model_name, engine), buckets, histogram.total)
-        yield from named.values()
+            families.add_histogram(histogram, self._labels(engine))
+        yield from families.values()
+
+    def _labels(self, engine: str) -> dict[str, str]:
+        return {"model_name": self.model_name, "engine": engine}
 
     def _gauges(self, stats: EngineStats) -> Iterator[_Figure]:
         yield from _told(stats, are_counters=False)
@@ -126,6 +135,47 @@ class Figures(Collector):
             by_place = {str(place): count for place, count in enumerate(drafts.num_accepted_tokens_per_pos)}
             help = "Those accepted, by place among the drafts."
             yield "vllm:spec_decode_num_accepted_tokens_per_pos", help, _by("position", by_place)
+
+
+class HttpCounts(Collector):
+    """HTTP requests by route, whichever model they are for: how many, how large, how long they took."""
+
+    def __init__(self) -> None:
+        self._requests: Counter[tuple[str, str, str]] = Counter()  # by method, status and route
+        self._observed: dict[tuple[str, ...], Histogram] = {}  # by name, and the values of its labels
+
+    def count(self, method: str, status: int, handler: str, num_bytes: tuple[int, int], seconds: float) -> None:
+        """A request has ended; `handler`: its route, `num_bytes`: of its body and of its answer's."""
+        own = {"method": method if method in _METHODS else "other", "handler": handler}
+        self._requests[own["method"], f"{status // 100}xx", handler] += 1
+        for (name, (help, labels, bounds)), value in zip(_OF_HTTP.items(), (*num_bytes, seconds, seconds), strict=True):
+            key = name, *(own[label] for label in labels)
+            if key not in self._observed:
+                self._observed[key] = Histogram(name, help, bounds)
+            self._observed[key].observe(value)
+
+    def collect(self) -> Iterator[Metric]:
+        families = _Families()
+        for (method, status, handler), number in self._requests.items():
+            labels = {"method": method, "status": status, "handler": handler}
+            families.add(core.CounterMetricFamily, "http_requests", "HTTP requests.", labels, number)
+        for (name, *values), histogram in self._observed.items():
+            families.add_histogram(histogram, dict(zip(_OF_HTTP[name][1], values, strict=True)))
+        yield from families.values()
+
+
+class _Families(dict[str, Any]):
+    """By name: figures and all their labels."""
+
+    def add(self, kind: Callable[..., Any], name: str, help: str, labels: Mapping[str, str], *figure: Any) -> None:
+        family = self.get(name) or self.setdefault(name, kind(name, help, labels=(*labels,)))
+        family.add_metric((*labels.values(),), *figure)
+
+    def add_histogram(self, seen: Histogram, labels: Mapping[str, str]) -> None:
+        """Or a summary, where it has no bounds."""
+        buckets = [(floatToGoString(bound), count) for bound, count in seen.cumulative()]
+        kind = core.HistogramMetricFamily if seen.bounds else core.SummaryMetricFamily
+        self.add(kind, seen.name, seen.help, labels, buckets if seen.bounds else seen.counts[0], seen.total)
 
 
 def _told(stats: EngineStats, are_counters: bool) -> Iterator[_Figure]:

@@ -13,6 +13,7 @@ from fastapi.testclient import TestClient
 
 from quire.entrypoints.server.app import build_app
 from quire.entrypoints.server.middleware import OUTLET, PUBLIC_PATHS, Frame, outlet_of
+from quire.entrypoints.server.prometheus import HttpCounts
 
 Maker = Callable[..., TestClient]
 
@@ -196,7 +197,7 @@ def test_nothing_goes_past_a_middleware_of_the_users(make_state: Callable[..., A
 
     outlet = object()
     scope = {"type": "http", "method": "POST", "path": "/v1/completions", "headers": [], OUTLET: outlet}
-    asyncio.run(Frame(app, make_state(middleware=middleware))(scope, nothing, nothing))
+    asyncio.run(Frame(app, make_state(middleware=middleware), HttpCounts())(scope, nothing, nothing))
     assert found == [None if middleware else outlet]
 
 
@@ -247,6 +248,25 @@ def test_a_line_for_each_request(
     lines = [record.getMessage() for record in caplog.records if "/nowhere" in record.getMessage()]
     assert len(lines) == count
     assert all(line.startswith("GET /nowhere from testclient: 404 in 0.") for line in lines)
+
+
+def test_requests_are_counted_by_route(make_client: Maker) -> None:
+    client = make_client()
+    client.post("/v1/completions", json={"prompt": "Hi"})
+    client.post("/completions", content="{", headers={"Content-Type": "application/json"})  # of the same route
+    client.get("/v1/models/demo")
+    client.head("/v1/models/other")
+    client.get("/nowhere")
+    for path in ("/metrics", "/health", "/ping", "/load", "/version"):
+        client.get(path)
+    lines = [line for line in client.get("/metrics").text.splitlines() if line.startswith("http_requests_total")]
+    assert sorted(lines) == [
+        'http_requests_total{handler="/v1/completions",method="POST",status="2xx"} 1.0',
+        'http_requests_total{handler="/v1/completions",method="POST",status="4xx"} 1.0',
+        'http_requests_total{handler="/v1/models/{model:path}",method="GET",status="2xx"} 1.0',
+        'http_requests_total{handler="/v1/models/{model:path}",method="HEAD",status="4xx"} 1.0',
+        'http_requests_total{handler="none",method="GET",status="4xx"} 1.0',
+    ]
 
 
 def test_paths_without_lines_in_the_log(make_client: Maker, caplog: pytest.LogCaptureFixture) -> None:

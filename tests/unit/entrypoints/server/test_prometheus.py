@@ -1,5 +1,6 @@
 """/metrics as Prometheus reads it."""
 
+import re
 import subprocess
 import sys
 import time
@@ -11,7 +12,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from quire.config.engine_args import EngineArgs
 from quire.entrypoints.server.metrics import ServingMetrics
-from quire.entrypoints.server.prometheus import Figures, render
+from quire.entrypoints.server.prometheus import Figures, HttpCounts, render
 from quire.protocol.stats import Counts, EngineStats, Limits, SpeculationStats, TierStats
 from tests.arrivals import arrive
 
@@ -38,7 +39,7 @@ def families() -> dict[str, Metric]:
     metrics.on_finished("a", ["length"], 32, 0.6)
     metrics.event_loop_max_stall = 0.125
     stats = EngineStats(2, 3, 0.5, 7, 60, 32, {"blocks": 1, "grammar": 2})
-    body, content_type = render([Figures(metrics, [stats], LABELS["model_name"])], now=200.0)
+    body, content_type = render([Figures(metrics, [stats], LABELS["model_name"])], HttpCounts(), 200.0)
     assert content_type.startswith("text/plain; version=0.0.4")
     return {family.name: family for family in text_string_to_metric_families(body.decode())}
 
@@ -72,7 +73,7 @@ def test_gauges_and_counters(families: dict[str, Metric]) -> None:
 def test_blocks_and_the_tiers_below_them() -> None:
     tiers = TierStats(0.25, 2, 30, 20, 3_000, 2_000, 11, 7, disk_hits_total=5, disk_damaged_files_total=1)
     stats = EngineStats(num_forks_total=4, kv_blocks_shared=3, kv_blocks_pinned=6, tiers=tiers)
-    body, _ = render([Figures(ServingMetrics(100), [stats], LABELS["model_name"])], now=200.0)
+    body, _ = render([Figures(ServingMetrics(100), [stats], LABELS["model_name"])], HttpCounts(), 200.0)
     families = {family.name: family for family in text_string_to_metric_families(body.decode())}
     assert value(families, "quire:kv_blocks_shared") == 3
     assert value(families, "quire:kv_blocks_pinned") == 6
@@ -92,7 +93,7 @@ def test_residency_of_kv_blocks() -> None:
     counts[9] = 2
     residency = [Counts(counts, 1.5), Counts(counts, 1.25), Counts(counts, 1.0)]
     stats = EngineStats(prefix_cache_evictions_total=5, kv_block_residency=residency)
-    body, _ = render([Figures(ServingMetrics(100), [stats], LABELS["model_name"])], now=200.0)
+    body, _ = render([Figures(ServingMetrics(100), [stats], LABELS["model_name"])], HttpCounts(), 200.0)
     families = {family.name: family for family in text_string_to_metric_families(body.decode())}
     name = "vllm:kv_block_lifetime_seconds"
     assert value(families, name, f"{name}_sum") == 1.5
@@ -137,7 +138,7 @@ def test_the_recorder_needs_neither_prometheus_nor_torch() -> None:
 def test_drafts_are_counted_where_there_are_any(families: dict[str, Metric]) -> None:
     assert not [name for name in families if "spec_decode" in name]
     stats = EngineStats(2, 3, 0.5, 7, 60, 32, {}, speculation=SpeculationStats(5, 18, 9, [4, 3, 2]))
-    body, _ = render([Figures(ServingMetrics(100), [stats], LABELS["model_name"])], now=1.0)
+    body, _ = render([Figures(ServingMetrics(100), [stats], LABELS["model_name"])], HttpCounts(), 1.0)
     found = {family.name: family for family in text_string_to_metric_families(body.decode())}
     for name, expected in {"num_drafts": 5, "num_draft_tokens": 18, "num_accepted_tokens": 9}.items():
         family = f"vllm:spec_decode_{name}"
@@ -149,7 +150,7 @@ def test_drafts_are_counted_where_there_are_any(families: dict[str, Metric]) -> 
 def test_limits_and_the_policy() -> None:
     limits = Limits(3, 512, "fair", {"fair_input_weight": 1.0}, 8, 2048)
     stats = EngineStats(limits=limits)
-    body, _ = render([Figures(ServingMetrics(100), [stats], LABELS["model_name"])], 0.0)
+    body, _ = render([Figures(ServingMetrics(100), [stats], LABELS["model_name"])], HttpCounts(), 0.0)
     families = {family.name: family for family in text_string_to_metric_families(body.decode())}
     assert value(families, "quire:max_num_seqs") == 3
     assert value(families, "quire:max_num_batched_tokens") == 512
@@ -158,7 +159,7 @@ def test_limits_and_the_policy() -> None:
 
 def test_several_engines_have_a_label_each_and_the_server_none() -> None:
     stats = [EngineStats(number, 0, 0.5, 0, 10 * number, 0, {"blocks": number}) for number in (1, 2)]
-    body, _ = render([Figures(ServingMetrics(100), stats, "m")], 0.0)
+    body, _ = render([Figures(ServingMetrics(100), stats, "m")], HttpCounts(), 0.0)
     text = body.decode()
     families = list(text_string_to_metric_families(text))
     assert len({family.name for family in families}) == len(families), "one family of each name"
@@ -178,7 +179,7 @@ def test_the_cache_and_adapters_by_their_labels() -> None:
         arrive(metrics, request_id, 5, 9, 1, 0.0, adapter)
     metrics.on_scheduled("b", 0.5)
     args = EngineArgs("demo", enable_lora=True, max_loras=3, gpu_memory_utilization=0.5)
-    body, _ = render([Figures(metrics, [EngineStats()], "m", args.resolve(), 96)], 1.0)
+    body, _ = render([Figures(metrics, [EngineStats()], "m", args.resolve(), 96)], HttpCounts(), 1.0)
     families = {family.name: family for family in text_string_to_metric_families(body.decode())}
     (cache,), (loras,) = families["vllm:cache_config_info"].samples, families["vllm:lora_requests_info"].samples
     facts = {"block_size": "32", "num_gpu_blocks": "96", "enable_prefix_caching": "True", "cache_dtype": "auto"}
@@ -192,8 +193,37 @@ def test_the_cache_and_adapters_by_their_labels() -> None:
 def test_sleep() -> None:
     metrics = ServingMetrics(100)
     for name in ("awake", "weights_offloaded", "discard_all"):
-        body, _ = render([Figures(metrics, [EngineStats(sleep_state=name)], "m")], 1.0)
+        body, _ = render([Figures(metrics, [EngineStats(sleep_state=name)], "m")], HttpCounts(), 1.0)
         families = {family.name: family for family in text_string_to_metric_families(body.decode())}
         states = {sample.labels["sleep_state"]: sample.value for sample in families["vllm:engine_sleep_state"].samples}
         assert len(states) == 3
         assert [state for state, told in states.items() if told] == [name]
+
+
+def test_requests_are_counted_as_vllms_server_counts_them() -> None:
+    http = HttpCounts()
+    for method, status, handler, seconds in [
+        ("POST", 200, "/v1/completions", 0.3),
+        ("POST", 200, "/v1/completions", 2.0),
+        ("POST", 404, "/v1/completions", 0.0),
+        ("\x01WHAT", 405, "none", 0.0),
+    ]:
+        http.count(method, status, handler, (10, 5), seconds)
+    body, _ = render([], http, 1.0)
+    for line in [
+        'http_requests_total{handler="/v1/completions",method="POST",status="2xx"} 2.0',
+        'http_requests_total{handler="/v1/completions",method="POST",status="4xx"} 1.0',
+        'http_requests_total{handler="none",method="other",status="4xx"} 1.0',
+        'http_request_size_bytes_sum{handler="/v1/completions"} 30.0',
+        'http_response_size_bytes_count{handler="/v1/completions"} 3.0',
+        'http_request_duration_highr_seconds_bucket{le="0.25"} 2.0',
+        'http_request_duration_highr_seconds_bucket{le="2.0"} 4.0',
+        "http_request_duration_highr_seconds_count 4.0",
+        'http_request_duration_seconds_bucket{handler="/v1/completions",le="0.5",method="POST"} 2.0',
+        'http_request_duration_seconds_bucket{handler="/v1/completions",le="+Inf",method="POST"} 3.0',
+    ]:
+        assert line in body.decode().splitlines()
+    bounds = re.findall(r'http_request_duration_highr_seconds_bucket.le="(.*)"', body.decode())
+    assert ",".join(bounds) == (
+        "0.01,0.025,0.05,0.075,0.1,0.25,0.5,0.75,1.0,1.5,2.0,2.5,3.0,3.5,4.0,4.5,5.0,7.5,10.0,30.0,60.0,+Inf"
+    )
