@@ -40,6 +40,12 @@ def test_plain(server: RunningServer) -> None:
     assert curl("-f", f"{server.url}/health") == ""
 
 
+def test_the_whole_url_as_a_proxy_asks_for_it(server: RunningServer) -> None:
+    whole = ["--request-target", f"{server.url}/v1/models?x=/", server.url]
+    assert json.loads(curl(*whole))["data"][0]["id"] == "demo"
+    assert "Quire" in curl("--request-target", "HTTP://else.where", server.url)
+
+
 def test_stream(server: RunningServer) -> None:
     output = curl("-N", "-i", f"{server.url}/v1/chat/completions", data={**STREAM, "max_tokens": 8})
     head, _, body = output.partition("\n\n")

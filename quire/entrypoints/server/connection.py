@@ -5,6 +5,7 @@ uvicorn; nobody else knows it.
 """
 
 import asyncio
+import re
 from typing import Any
 
 import h11
@@ -39,9 +40,12 @@ class Connection(H11Protocol):
     def handle_events(self) -> None:
         before = self.cycle
         super().handle_events()
-        # What came by HTTP/1.1 is answered in chunks, where no length is said. The application starts after this.
-        if self.cycle is not before and self.scope["http_version"] == "1.1" and self.scope["method"] == "POST":
-            self.cycle.scope[OUTLET] = ChunkOutlet(self.cycle)  # type: ignore[typeddict-unknown-key]
+        if self.cycle is not before:  # the application starts after this
+            # Proxies may ask by the whole URL (RFC 9112, 3.2.2).
+            self.scope["path"] = re.sub("(?i)^https?://[^/]*", "", self.scope["path"]) or "/"
+            # What came by HTTP/1.1 is answered in chunks, where no length is said.
+            if self.scope["http_version"] == "1.1" and self.scope["method"] == "POST":
+                self.cycle.scope[OUTLET] = ChunkOutlet(self.cycle)  # type: ignore[typeddict-unknown-key]
 
     def on_response_complete(self) -> None:
         super().on_response_complete()
