@@ -48,6 +48,8 @@ _ECHOED = {
     "safety_identifier": None,
 }
 
+_NEAR = 8  # characters
+
 Find = Callable[[str], Awaitable[dict[str, Any]]]
 
 
@@ -153,7 +155,8 @@ class ResponseWriter(EventWriter):
         self._open: dict[str, Any] | None = None  # the item under way, which is the last
         self._pieces: list[str] = []  # of its text or arguments
         self._logprobs: list[dict[str, Any]] = []  # of its text
-        self._waiting: list[dict[str, Any]] = []  # of tokens whose text is still to come
+        self._waiting: list[dict[str, Any]] = []  # of tokens whose text is still to come,
+        self._raw = ""  # and what they brought the parser
         self._thoughts: list[str] = []
         self._number = -1  # of the last event
         self._end: dict[str, Any] = {"error": None, "incomplete_details": None, "completed_at": None}  # and usage
@@ -184,13 +187,17 @@ class ResponseWriter(EventWriter):
     def take(self, delta: Delta) -> list[Event]:
         if (logprobs := self._chat.logprobs(delta)) is not None:
             self._waiting += [_logprob(entry) for entry in logprobs.content]
+            self._raw += delta.output.outputs[0].text
         return super().take(delta)
 
     def part(self, part: ContentEvent) -> list[Event]:
-        if not isinstance(part, TextDelta):
-            self._waiting = []
+        if isinstance(part, ReasoningDelta) and part.text in self._raw:
+            self._drop_waiting(self._raw.find(part.text) + len(part.text))
+        elif not isinstance(part, TextDelta):
+            self._drop_waiting(len(self._raw))
         match part:
             case TextDelta(text):
+                self._drop_waiting(self._raw.rfind(text))  # what stands before it, as a tag
                 return self._begin("message", "msg") + [self._text_delta(text)]
             case ReasoningDelta(text):
                 self._thoughts.append(text)
@@ -279,9 +286,21 @@ class ResponseWriter(EventWriter):
         return [*events, self._event("response.output_item.done", output_index=self._place, item=item)]
 
     def _text_delta(self, text: str) -> Event:
-        logprobs, self._waiting = self._waiting, []
+        logprobs, self._waiting, self._raw = self._waiting, [], ""
         self._logprobs += logprobs
         return self._piece("response.output_text.delta", text, logprobs=logprobs)
+
+    def _drop_waiting(self, num_chars: int) -> None:
+        """Wait no more for the tokens of what is none of the answer's text; those after it may be."""
+        end = num_dropped = 0
+        for token in (entry["token"] for entry in self._waiting):
+            # Nearby: bytes of a character stand in the text as the one that they make together, or not yet.
+            found = self._raw.find(token, end, end + len(token) + _NEAR)
+            own_end = end if found < 0 else found + len(token)
+            if end >= num_chars or own_end > num_chars:
+                break
+            end, num_dropped = own_end, num_dropped + 1
+        self._waiting, self._raw = self._waiting[num_dropped:], self._raw[end:]
 
     def _piece(self, name: str, text: str, **fields: Any) -> Event:
         assert self._open is not None, "a piece belongs to an item"

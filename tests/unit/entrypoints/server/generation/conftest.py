@@ -29,9 +29,10 @@ EOS = 0
 
 
 class ScriptedCore:
-    """A core that answers with `texts[sequence index]`, a token a step, and end-of-sequence after it.
+    """A core that answers with `texts[sequence index]`, and end-of-sequence after it.
 
     Attributes:
+        stride: tokens a step.
         requests: all that were added.
         aborted: ids that were aborted.
         held: where set, steps wait for `go_on`.
@@ -45,6 +46,7 @@ class ScriptedCore:
         self.requests: list[NewRequest] = []
         self.aborted: list[str] = []
         self.held = False
+        self.stride = 1
         self.go_on = asyncio.Event()
         self.ending: str | None = None
         self.ends_at = 2
@@ -92,14 +94,14 @@ class ScriptedCore:
                 scheduled = [request.request_id] if step == 0 else []
                 self._emit(News(outputs=news, scheduled=scheduled, start=0.0, end=0.0, stats=STATS))
             scripts = {n.sequence_index: scripts[n.sequence_index] for n in news if n.finish_reason is None}
-            step += 1
+            step += self.stride
 
     def _token(self, request: NewRequest, index: int, script: list[int], step: int) -> SequenceOutput:
         task = _task(request)
         params = task.params
-        token_id = script[step]
-        reason = "stop" if token_id in task.stop_token_ids else None
-        if reason is None and step + 1 == min(task.max_tokens, len(script)):
+        token_ids = script[step : step + self.stride]
+        reason = "stop" if token_ids[-1] in task.stop_token_ids else None
+        if reason is None and step + len(token_ids) == min(task.max_tokens, len(script)):
             reason = "length"
         if self.ending is not None and step == self.ends_at:
             reason = self.ending
@@ -110,8 +112,8 @@ class ScriptedCore:
         return SequenceOutput(
             request_id=request.request_id,
             sequence_index=index,
-            new_token_ids=[token_id],
-            logprobs=None if params.logprobs is None else [logprobs_of(token_id, params.logprobs)],
+            new_token_ids=token_ids,
+            logprobs=None if params.logprobs is None else [logprobs_of(each, params.logprobs) for each in token_ids],
             prompt_logprobs=prompt,
             finish_reason=reason,
             num_cached_tokens=3,

@@ -100,6 +100,19 @@ def test_a_response(client: TestClient, openai_errors: Callable[..., list[str]])
     assert post(client, "/v1/responses/input_tokens", input="Hi")["input_tokens"] < usage["input_tokens"]
 
 
+def test_the_texts_logprobs_are_those_of_its_tokens_however_they_come(make_server: Callable[..., Any]) -> None:
+    server = make_server(reasoning_parser="deepseek_r1")
+    server.core.texts = ["I was. 🙂 Was I?\n</think>\n\nI was 🙂, I think."]
+    with TestClient(server.app) as client:
+        found = []
+        for server.core.stride in range(1, 30):
+            thought, message = post(client, top_logprobs=0, include=["message.output_text.logprobs"])["output"]
+            assert thought["content"][0]["text"] == "I was. 🙂 Was I?"
+            found.append([token["token"] for token in message["content"][0]["logprobs"]])
+    assert (found[0][:2], found[0][-3:]) == (["I", " was"], [" think", ".", "<|endoftext|>"])
+    assert found == [found[0]] * len(found)
+
+
 @pytest.mark.parametrize("body", [{}, {"top_logprobs": 1}, {"max_output_tokens": 4}, {"background": True}], ids=str)
 def test_a_stream_is_the_whole_in_pieces(
     client: TestClient, openai_errors: Callable[..., list[str]], body: dict[str, Any]
