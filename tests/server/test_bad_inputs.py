@@ -378,7 +378,7 @@ CASES = [
     Case(TOGETHER, "suffix", completion(suffix="the end"), 400, "suffix"),
     Case(TOGETHER, "beams drawn", completion(use_beam_search=True, temperature=1), 400, "temperature"),
     Case(TOGETHER, "beams streamed", completion(use_beam_search=True, stream=True), 400, "use_beam_search"),
-    Case(TOGETHER, "tool_choice", chat(tool_choice="auto"), 400, "tool_choice"),
+    Case(TOGETHER, "tool_choice", chat(tool_choice="required"), 400, "tool_choice"),
     Case(
         TOGETHER,
         "tools",

@@ -7,10 +7,9 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
-from quire.entrypoints.server.requests_common import MAX_PARTS, MAX_STOPS, GenerationRequest, Objects, Word, refuse
+from quire.entrypoints.server.requests_common import MAX_PARTS, MAX_STOPS, GenerationRequest, Objects, Word
 
 Blocks = Annotated[list[dict[str, Any]], Field(fail_fast=True, max_length=MAX_PARTS)]
-_ELSEWHERE = refuse("not supported by this server; leave it out", [], {})
 
 
 class MessageParam(BaseModel):
@@ -39,15 +38,12 @@ class ConversationRequest(GenerationRequest):
     chat_template_kwargs: dict[str, Any] | None = None
     """Further variables for the template."""
 
-    # Accepted, and of no effect: caching needs no marks here, and the rest is Anthropic's own.
+    # Accepted, and of no effect: caching needs no marks here, the rest is Anthropic's own, and clears what is old of
+    # conversations that are too long, which agents ask for with every request.
+    context_management: dict[str, Any] | None = None
     cache_control: dict[str, Any] | None = None
     inference_geo: str | None = None
     speed: str | None = None
-
-    # Refused.
-    container: Annotated[None, _ELSEWHERE] = None
-    mcp_servers: Annotated[None, _ELSEWHERE] = None
-    context_management: Annotated[None, _ELSEWHERE] = None
 
 
 class MessagesRequest(ConversationRequest):

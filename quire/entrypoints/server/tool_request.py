@@ -36,7 +36,7 @@ def read_offer(tools: Sequence[Any] | None, tool_choice: Any, parallel: bool | N
         if count > 1:
             raise InvalidRequestError(f"tools: two of them are called {name!r}; give each a name of its own.", "tools")
     if not functions:
-        if tool_choice not in (None, "none"):
+        if tool_choice not in (None, "none", "auto"):  # agents say "auto" beside an empty list
             raise InvalidRequestError("tool_choice needs tools, and there are none; leave it out.", "tool_choice")
         return None
     if tool_choice in (None, "auto", "none", "required"):

@@ -16,6 +16,8 @@ from quire.entrypoints.server.parsers.base import ReasoningDelta, TextDelta, Too
 from quire.entrypoints.server.service import TurnRequest
 from quire.entrypoints.server.state import ServerState
 from quire.entrypoints.server.turn import ContentEvent, Turn, arguments_of
+from quire.entrypoints.server.unknown_fields import ignore
+from quire.errors import InvalidRequestError
 
 _NAMES = {
     "max_completion_tokens": "max_tokens",
@@ -38,6 +40,14 @@ async def read_message(
 
     async def read(limit: int | None) -> tuple[TurnRequest, ChatWriter]:
         given = fields | {"max_completion_tokens": limit}
+        try:
+            return await read_through_chat(state, body, request_id, given, _NAMES, prompt_only)
+        except InvalidRequestError as error:
+            if error.param != "thinking.budget_tokens":
+                raise
+        # No bound that can be held, as where the model has no thoughts: Anthropic's is a target, too.
+        ignore(body, "thinking.budget_tokens")
+        given["thinking_token_budget"] = None
         return await read_through_chat(state, body, request_id, given, _NAMES, prompt_only)
 
     # More than the context has left is no error, but an end of its own kind.

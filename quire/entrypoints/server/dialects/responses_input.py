@@ -7,6 +7,7 @@ from typing import Any
 
 from quire.entrypoints.server.requests_common import field_text, name_results, wrong
 from quire.entrypoints.server.responses_request import ResponsesRequest
+from quire.entrypoints.server.unknown_fields import ignore
 from quire.errors import InvalidRequestError
 
 Item = dict[str, Any]
@@ -155,7 +156,7 @@ def chat_fields(body: ResponsesRequest) -> dict[str, Any]:
     text, reasoning = body.text, body.reasoning
     return {
         "max_completion_tokens": body.max_output_tokens,
-        "tools": None if body.tools is None else [_tool(tool, place) for place, tool in enumerate(body.tools)],
+        "tools": None if body.tools is None else [_tool(tool, place) for place, tool in _usable_tools(body)],
         "tool_choice": _tool_choice(body.tool_choice),
         "parallel_tool_calls": body.parallel_tool_calls,
         "response_format": None if text is None or text.format is None else _format(text.format),
@@ -167,6 +168,15 @@ def chat_fields(body: ResponsesRequest) -> dict[str, Any]:
         "logprobs": True if body.wants_logprobs else None,
         "top_logprobs": (body.top_logprobs or 0) if body.wants_logprobs else None,
     }
+
+
+def _usable_tools(body: ResponsesRequest) -> list[tuple[int, Item]]:
+    """The functions, with their places: beside them, agents name all tools that they know. Where none is, all tools."""
+    given = [*enumerate(body.tools or ())]
+    usable = [(place, tool) for place, tool in given if tool.get("type") == "function"] or given
+    for place in sorted(dict(given).keys() - dict(usable)):
+        ignore(body, f"tools[{place}]")
+    return usable
 
 
 def _tool(tool: Item, place: int) -> dict[str, Any]:

@@ -191,6 +191,24 @@ REFUSALS: dict[str, tuple[dict[str, Any], str]] = {
 }
 
 
+def test_what_agents_ask_of_every_model(client: TestClient) -> None:
+    """Claude Code does, and can't be told to leave it out."""
+    body = {
+        "messages": [
+            {"role": "user", "content": [{"type": "text", "text": "Hi", "cache_control": {"type": "ephemeral"}}]}
+        ],
+        "system": [{"type": "text", "text": "Be brief.", "cache_control": {"type": "ephemeral", "ttl": "1h"}}],
+        "max_tokens": 32000,
+        "thinking": {"type": "enabled", "budget_tokens": 31999},
+        "context_management": {"edits": [{"type": "clear_thinking_20251015", "keep": "all"}]},
+        "metadata": {"user_id": "user_1_account__session_2"},
+        "stream": True,
+    }
+    answer = client.post(f"{PATH}?beta=true", json=body)
+    assert answer.status_code == 200, answer.text
+    assert "thinking.budget_tokens" in answer.headers["x-quire-warnings"]
+
+
 @pytest.mark.parametrize("name", REFUSALS)
 def test_refusals(shared_client: TestClient, name: str) -> None:
     body, shown = REFUSALS[name]

@@ -265,6 +265,22 @@ def test_truncation_leaves_out_the_oldest(server: Any, client: TestClient) -> No
     assert len(listed["data"]) == 11
 
 
+def test_what_agents_send_besides_functions_is_left_out(client: TestClient) -> None:
+    """Codex names tools that OpenAI's servers run beside its own."""
+    look = {"type": "function", "name": "look", "parameters": {"type": "object"}}
+    tools = [
+        {"type": "web_search", "external_web_access": False},
+        look,
+        {"type": "namespace", "name": "a", "tools": []},
+    ]
+    answer = client.post(PATH, json={"input": "Hi", "tools": tools, "tool_choice": "none"})
+    assert answer.status_code == 200, answer.text
+    assert answer.json()["tools"][1]["name"] == "look"
+    empty = client.post(PATH, json={"input": "Hi", "tools": [], "tool_choice": "auto", "parallel_tool_calls": True})
+    assert empty.status_code == 200, empty.text
+    assert "'tools[0]', 'tools[2]'" in answer.headers["x-quire-warnings"]
+
+
 def test_the_input_is_listed_in_pages(client: TestClient, openai_errors: Callable[..., list[str]]) -> None:
     reasoning = {"type": "reasoning", "summary": [{"type": "summary_text", "text": "Hm"}]}
     items = [USER, reasoning, CALL, OUTPUT, {"role": "assistant", "content": "A"}]
