@@ -40,10 +40,10 @@ POSTS = [
     *("/v1/responses", "/v1/responses/input_tokens", "/v1/messages", "/v1/messages/count_tokens"),
     *("/v1/completions/render", "/v1/chat/completions/render", "/apply-template"),
     *("/completion", "/api/chat", "/api/generate", "/api/show", "/v1/embeddings"),
-    *("/embedding", "/api/embed", "/api/embeddings"),
+    *("/embedding", "/api/embed", "/api/embeddings", "/v1/chat/completions/batch"),
 ]
 # Bodies that others have, too, or that are read as theirs.
-_READ_SO = ("/render", "_tokens", "-template", "/embedding")
+_READ_SO = ("/render", "_tokens", "-template", "/embedding", "/batch")
 ALIKE = [path for path in POSTS if path.endswith(_READ_SO) or path.startswith("/api/")]
 GETS = [
     *(
@@ -145,6 +145,8 @@ def make_sensible(path: str, body: dict[str, Any]) -> None:
             body.pop(name, None)
     if "messages" in body:
         body["messages"] = [{"role": "user", "content": repr(body["messages"])[:40]}]
+        if path.endswith("/batch"):
+            body |= {"messages": [body["messages"]] * 2, "echo": None, "prompt_logprobs": None}
         body["logprobs"] = body.get("logprobs") or bool(body.get("top_logprobs"))
         if body.get("continue_final_message"):
             body["add_generation_prompt"] = False

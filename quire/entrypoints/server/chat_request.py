@@ -4,6 +4,7 @@ from typing import Annotated, Any
 
 from pydantic import Field
 
+from quire.entrypoints.server.completion_request import MAX_PROMPTS
 from quire.entrypoints.server.requests_common import MAX_PARTS, Fields, GenerationRequest, Objects, refuse
 
 _Parts = Annotated[list[str | dict[str, Any]], Field(fail_fast=True, max_length=MAX_PARTS)]
@@ -80,3 +81,9 @@ class ChatCompletionRequest(GenerationRequest, Templated):
         if self.max_completion_tokens is not None:
             return "max_completion_tokens", self.max_completion_tokens
         return "max_tokens", self.max_tokens
+
+
+class ChatBatchRequest(ChatCompletionRequest):
+    """Several conversations to answer, all in the same way."""
+
+    messages: Annotated[list[Messages], Field(min_length=1, max_length=MAX_PROMPTS)]  # type: ignore[assignment]

@@ -120,6 +120,12 @@ class Turn:
                 deltas.append(Delta(place, index, output, events, part.token_ids, entries, begins, finish))
         return deltas
 
+    def join(self, others: "Sequence[Turn]") -> None:
+        """Take in other turns' prompts, after its own, before any has an output."""
+        self._choices += [choice for other in others for choice in other._choices]
+        self.num_choices = self.num_unfinished = len(self._choices)
+        self._tells_text &= not others
+
     @property
     def tells_text(self) -> bool:
         """Whether no more is told of the only choice but its text, until it ends."""

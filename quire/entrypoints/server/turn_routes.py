@@ -13,9 +13,9 @@ from fastapi import APIRouter, Request, Response
 from pydantic import BaseModel
 
 from quire.entrypoints.server.body import JsonRoute
-from quire.entrypoints.server.chat_request import ChatCompletionRequest
+from quire.entrypoints.server.chat_request import ChatBatchRequest, ChatCompletionRequest
 from quire.entrypoints.server.completion_request import CompletionRequest
-from quire.entrypoints.server.dialects.chat import read_chat
+from quire.entrypoints.server.dialects.chat import read_chat, read_chats
 from quire.entrypoints.server.dialects.completions import read_completion
 from quire.entrypoints.server.dialects.embeddings import read_embedding, read_pooling
 from quire.entrypoints.server.dialects.messages import read_message
@@ -44,6 +44,12 @@ async def create_completion(body: CompletionRequest, request: Request) -> Respon
 async def create_chat_completion(body: ChatCompletionRequest, request: Request) -> Response:
     """Answer a conversation."""
     return await respond(request, chat_service(get_state(request), outlet_of(request.scope)), body)
+
+
+@router.post("/v1/chat/completions/batch", tags=["chat"], responses=CONTENT_TYPES)  # as vLLM has it
+async def create_chat_batch(body: ChatBatchRequest, request: Request) -> Response:
+    """Answer several conversations, each by a choice of its own."""
+    return await respond(request, TurnService(get_state(request), read_chats), body)
 
 
 @router.post("/v1/messages", tags=["messages"], responses=CONTENT_TYPES)

@@ -5,12 +5,13 @@
 
 import time
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 from msgspec import UNSET, Struct
 
 from quire.entrypoints.server import responses
-from quire.entrypoints.server.chat_request import ChatCompletionRequest
+from quire.entrypoints.server.chat_request import ChatBatchRequest, ChatCompletionRequest
 from quire.entrypoints.server.parsers.base import ContentEvent, ReasoningDelta, TextDelta, ToolCallDelta, ToolCallStart
 from quire.entrypoints.server.parsing import NoFormatError, Parsing, plan_parsing
 from quire.entrypoints.server.prompts import conversation_text, template_of
@@ -23,6 +24,7 @@ from quire.entrypoints.server.timings import timings_of
 from quire.entrypoints.server.tool_request import read_offer
 from quire.entrypoints.server.turn import Delta, Rules, Turn
 from quire.entrypoints.server.unknown_fields import ignore
+from quire.errors import InvalidRequestError
 from quire.outputs import Logprob, RequestOutput
 
 # Variables of some templates, and the value that asks a template without them for nothing.
@@ -63,6 +65,19 @@ async def read_chat(
     writer = ChatWriter(body, head, turn, role, body.shows_token_ids(args.return_tokens_as_token_ids))
     adapter, names = state.adapters.get(model), names_of(body) | parsing.names
     return TurnRequest(request_id, [prompt], params, terms_of(body, state.llm), adapter, names), writer
+
+
+async def read_chats(state: ServerState, body: ChatBatchRequest, request_id: str) -> "tuple[TurnRequest, ChatWriter]":
+    """See `Read`. Each conversation has choices of its own, in the order of the conversations."""
+    for name in ("echo", "prompt_logprobs"):
+        if (value := getattr(body, name)) is not None and value is not False:
+            raise InvalidRequestError(f"{name} goes with one conversation only: /v1/chat/completions has it.", name)
+    state.llm.check_room(len(body.messages))
+    each = [await read_chat(state, body.model_copy(update={"messages": one}), request_id) for one in body.messages]
+    (request, writer), prompts = each[0], [read.prompts[0] for read, _ in each]
+    check_size(body, request.params, [len(prompt.token_ids) for prompt in prompts], state)
+    writer.turn.join([other.turn for _, other in each[1:]])
+    return replace(request, prompts=prompts), writer
 
 
 async def _render(state: ServerState, body: ChatCompletionRequest) -> str:
@@ -145,7 +160,7 @@ class ChatWriter:
 
     def answer(self, choices: list[Any], output: RequestOutput) -> Struct:
         response = responses.ChatResponse(*self._head, choices, Usage.of(self.turn))  # type: ignore[arg-type]
-        if self._body.return_token_ids:
+        if self._body.return_token_ids and len(self.turn.outputs) == 1:
             response.prompt_token_ids = output.prompt_token_ids
         if self._body.prompt_logprobs is not None:
             response.prompt_logprobs = bounded_entries(output.prompt_logprobs or [])

@@ -45,6 +45,30 @@ def test_an_answer(client: TestClient, openai_errors: Callable[..., list[str]]) 
     assert post(client)["choices"][0]["logprobs"] is None
 
 
+def test_a_batch_of_conversations(server: Any, client: TestClient, openai_errors: Callable[..., list[str]]) -> None:
+    path, conversations = f"{PATH}/batch", [[USER], [{"role": "user", "content": "Bye"}], [USER]]
+    body = {"messages": conversations, "n": 2, "return_token_ids": True, "request_id": "mine"}
+    answer = client.post(path, json=body).json()
+    assert openai_errors("CreateChatCompletionResponse", answer) == []
+    choices, alone = answer["choices"], post(client, n=2)
+    assert [choice["index"] for choice in choices] == [0, 1, 2, 3, 4, 5]
+    assert [choice["message"]["content"] for choice in choices] == [TEXT, alone["choices"][1]["message"]["content"]] * 3
+    assert answer["usage"]["completion_tokens"] == 3 * alone["usage"]["completion_tokens"]
+    assert (answer["id"], answer["prompt_token_ids"]) == ("chatcmpl-mine", None)
+    prompts = [server.core.tokenizer.decode(request.prompt_token_ids) for request in server.core.requests]
+    assert ["Bye" in prompt for prompt in prompts] == [False, True, False, False]
+    for field, value in {"messages": [], "echo": True, "prompt_logprobs": 0, "top_logprobs": 1}.items():
+        refused = client.post(path, json={"messages": conversations, field: value})
+        assert (refused.status_code, refused.json()["error"]["param"]) == (400, field)
+
+
+def test_a_stream_of_a_batch(client: TestClient, parsed: Any) -> None:
+    body = {"messages": [[USER], [USER]], "stream": True}
+    chunks = parsed(client.post(f"{PATH}/batch", json=body).text)
+    for index in (0, 1):
+        assert "".join(choice["delta"].get("content") or "" for choice in choices_of(chunks, index)) == TEXT
+
+
 def test_a_stream_adds_up(client: TestClient, parsed: Any, openai_errors: Callable[..., list[str]]) -> None:
     whole = post(client, n=3)
     chunks = stream(client, parsed, n=3, stream_options={"include_usage": True})
