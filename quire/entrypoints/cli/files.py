@@ -107,16 +107,17 @@ class OutputFolder(str):
         return super().__new__(cls, path)
 
 
-def write_text(path: str, flag: str, text: str) -> None:
+def write_text(path: str, flag: str, text: str, mode: str = "w") -> None:
     """Write a file; a ConfigError says why it can't be."""
     try:
-        with open(path, "w", encoding="utf-8") as file:
+        with open(path, mode, encoding="utf-8") as file:
             file.write(text)
     except OSError as error:
         raise ConfigError(f"{flag} {path}: {error.strerror}.") from None
 
 
-def write_figures(path: str | None, figures: Mapping[str, Any]) -> None:
-    """Write the file of `--output-json`, if there is to be one."""
+def write_figures(path: str | None, figures: Mapping[str, Any], as_line: bool = False) -> None:
+    """Write the file of `--output-json`, if there is to be one; `as_line`: as a line after those that it has."""
     if path is not None:
-        write_text(path, "--output-json", json.dumps(figures, indent=4) + "\n")
+        text = json.dumps(figures, indent=None if as_line else 4)
+        write_text(path, "--output-json", text + "\n", "a" if as_line else "w")

@@ -64,7 +64,8 @@ def run(args: LoadArgs) -> None:
     saved = facts | figures | (report.details(outcomes) if args.save_detailed else {})
     print(f"{report.table(figures)}\n\nThis client used {cpu_seconds / duration:.0%} of a processor core.")
     write_figures(args.output_json, saved)
-    write_figures(args.result_path(facts) if args.save_result else None, saved)
+    if args.save_result or args.append_result:
+        write_figures(args.result_path(facts), saved, args.append_result)
     if args.plot is not None:
         write_text(args.plot, "--plot", plot.render(outcomes, figures, facts))
     if interrupted:

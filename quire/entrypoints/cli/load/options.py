@@ -80,6 +80,8 @@ class LoadArgs:
     """Write the figures to this file."""
     save_result: bool = option(False)
     """The same, to a file whose name tells label, rate, model and time."""
+    append_result: bool = option(False)
+    """The same as a line of that file, after those that it has."""
     save_detailed: bool = option(False)
     """Have the file tell of each request, too."""
     result_dir: OutputFolder | None = option(None)
