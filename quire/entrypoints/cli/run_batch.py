@@ -26,7 +26,8 @@ if TYPE_CHECKING:
     from quire.entrypoints.server.state import ServerState
 
 _SERVER_OPTIONS = {"served_model_name", "chat_template", "trust_request_chat_template", "response_role", "engine"}
-_SERVER_OPTIONS |= {"return_tokens_as_token_ids", "step_timeout"}
+_SERVER_OPTIONS |= {"return_tokens_as_token_ids", "step_timeout", "tool_call_parser", "reasoning_parser"}
+_SERVER_OPTIONS |= {"enable_auto_tool_choice", "default_chat_template_kwargs", "enable_prompt_tokens_details"}
 _LINES_PER_SEQUENCE = 4  # requests at once, in terms of max_num_seqs: a slow first one must not leave the engine idle
 
 
@@ -51,8 +52,9 @@ def run(namespace: Namespace) -> None:
         num_requests = None if num_requests is None else num_requests - len(done)
         import asyncio
 
-        from quire.entrypoints.server.launch import load, read_chat_template
+        from quire.entrypoints.server.launch import check_chat_options, load, read_chat_template
 
+        check_chat_options(args)
         template = read_chat_template(args.chat_template)
         state = load(dataclasses.replace(args, chat_template=template, log_level="warning"), engine_args)
         try:

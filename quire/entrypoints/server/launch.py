@@ -72,11 +72,7 @@ def serve(args: ServerArgs, engine_args: EngineArgs, catalog: Catalog | None = N
         QuireError: the address is taken.
         EngineDeadError: the engine died.
     """
-    check_name("tool_call_parser", args.tool_call_parser, TOOL_NAMES)
-    if args.reasoning_parser is not None:
-        check_name("reasoning_parser", args.reasoning_parser, THOUGHT_NAMES)
-    if reserved := RESERVED_NAMES & (args.default_chat_template_kwargs or {}).keys():
-        raise ConfigError(f"default_chat_template_kwargs can't set {min(reserved)!r}; each request says it itself.")
+    check_chat_options(args)
     for path in args.middleware or ():
         imported(path)  # before the model is
     _open_standard_streams()
@@ -268,6 +264,15 @@ async def _log_throughput(state: ServerState, name: str) -> None:
         await asyncio.sleep(_LOG_SECONDS)
         if (line := log.next(state.llm.stats(), time.monotonic())) is not None:
             logger.info("%s%s", name, line)
+
+
+def check_chat_options(args: ServerArgs) -> None:
+    """Check what the options say of chats, before a model is loaded. Raises ConfigError."""
+    check_name("tool_call_parser", args.tool_call_parser, TOOL_NAMES)
+    if args.reasoning_parser is not None:
+        check_name("reasoning_parser", args.reasoning_parser, THOUGHT_NAMES)
+    if reserved := RESERVED_NAMES & (args.default_chat_template_kwargs or {}).keys():
+        raise ConfigError(f"default_chat_template_kwargs can't set {min(reserved)!r}; each request says it itself.")
 
 
 def read_chat_template(template: str | None) -> str | None:
