@@ -50,8 +50,8 @@ def add_serve_flags(parser: ArgumentParser) -> None:
 
 
 def _add_shape_flags(parser: ArgumentParser, *, input_len: int, output_len: int) -> None:
-    rows = ("--input-len", input_len, "tokens of each prompt"), ("--output-len", output_len, "tokens of each output")
-    add_counts(parser, *rows)
+    add_counts(parser, ("--input-len --random-input-len", input_len, "tokens of each prompt"))
+    add_counts(parser, ("--output-len --random-output-len", output_len, "tokens of each output"))
     parser.add_argument("--output-json", type=OutputFile, metavar="FILE", help="write the figures to this file, too")
 
 

@@ -59,9 +59,10 @@ def positive_int(text: str) -> int:
 
 
 def add_counts(parser: ArgumentParser, *rows: tuple[str, int, str]) -> None:
-    """Add flags of positive numbers: name, default and what it counts, each."""
+    """Add flags of positive numbers: name (or several), default and what it counts, each."""
     for flag, default, what in rows:
-        parser.add_argument(flag, type=positive_int, default=default, metavar="N", help=f"{what} (default: {default})")
+        help_text = f"{what} (default: {default})"
+        parser.add_argument(*flag.split(), type=positive_int, default=default, metavar="N", help=help_text)
 
 
 def json_object(text: str) -> dict[str, Any]:

@@ -10,7 +10,8 @@ from xml.etree import ElementTree
 
 import pytest
 
-from quire.entrypoints.cli.main import main
+from quire.entrypoints.cli.main import build_parser, main
+from quire.errors import NotYetSupportedError
 
 COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
 
@@ -84,8 +85,17 @@ def test_a_command_line_of_vllms(server: Any, bench: Any) -> None:
     assert len(server.bodies(CHAT)) == 2
     bench("--backend", "vllm", "--endpoint", "/v1/completions", *flags)
     assert len(server.bodies(COMPLETIONS)) == 2
-    assert main(["bench", "serve", "--url", server.url, "--endpoint", "elsewhere", *flags]) == 0
+    names = ["--model", "some/weights", "--served-model-name", "second", "--trust-remote-code", "--skip-chat-template"]
+    assert main(["bench", "serve", "--url", server.url, "--endpoint", "elsewhere", *flags, *names]) == 0
     assert server.requests[-1][0] == "/elsewhere"
+    assert server.bodies("/elsewhere")[-1]["model"] == "second"
+    bench("--num-prompts", "1", "--input-len", "7", "--output-len", "3")
+    assert (len(server.bodies(COMPLETIONS)[-1]["prompt"].split()), server.bodies(COMPLETIONS)[-1]["max_tokens"]) == (
+        7,
+        3,
+    )
+    with pytest.raises(NotYetSupportedError, match="^--top-p is no option here, but of requests"):
+        build_parser().parse_known_args(["bench", "serve", "--top-p", "0.9"])
 
 
 def test_vllms_file_of_results(server: Any, bench: Any, tmp_path: Path) -> None:

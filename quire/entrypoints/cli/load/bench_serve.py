@@ -27,7 +27,8 @@ from quire.errors import ConfigError, QuireError
 
 def run(args: LoadArgs) -> None:
     """Send the load, then print and write the figures; where no request succeeded, that is a RemoteError."""
-    server = Server(args.base_url or f"http://{args.host}:{args.port}", args.api_key, args.model)
+    url, model = args.base_url or f"http://{args.host}:{args.port}", args.served_model_name or args.model
+    server = Server(url, args.api_key, model)
     max_model_len = next((model.max_model_len for model in server.models() if model.id == server.model), None)
     vocab_size = _vocab_size(args, server)
     if (fitted := fit_lengths(args, vocab_size, max_model_len)) != args:

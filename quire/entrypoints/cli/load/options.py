@@ -34,6 +34,10 @@ class LoadArgs:
     """Path that requests go to; /v1/completions or /v1/chat/completions by default, as the backend says."""
     model: str | None = option(None)
     """Model to ask for; the server's first by default."""
+    served_model_name: str | None = option(None)
+    """The same, where the other names what it was made of, as vLLM's scripts do for the tokenizer."""
+    trust_remote_code: bool = option(False)
+    """Of no effect, likewise."""
     tokenizer: str | None = option(None)
     """Of no effect, and taken as vLLM's scripts give it: the server tokenizes, and its counts are shown."""
     api_key: str | None = option(None)
@@ -46,9 +50,9 @@ class LoadArgs:
     a line, or .jsonl of {"prompt": ..., "max_tokens": ...}. Or ShareGPT's .json of conversations."""
     num_prompts: int | None = option(None, 1)
     """Requests; 1000 random ones, or all of the file, by default."""
-    random_input_len: int | None = option(None, 1, datasets=_RANDOM)
+    random_input_len: int | None = option(None, 1, datasets=_RANDOM, aliases=("input_len",))
     """Tokens of a random prompt; 1024 by default."""
-    random_output_len: int | None = option(None, 1, datasets=("random", "custom"))
+    random_output_len: int | None = option(None, 1, datasets=("random", "custom"), aliases=("output_len",))
     """Tokens to generate where no dataset says; 128 by default."""
     random_range_ratio: float | None = option(None, 0, 1, datasets=_RANDOM)
     """By which share random lengths differ."""
