@@ -27,7 +27,7 @@ class KVEventsConfig:
     """Where they ask for batches that they missed."""
     buffer_steps: int = option(10_000, 0)
     """Batches kept to be asked for."""
-    hwm: int = option(100_000, 0)
+    hwm: int = option(100_000, 0, 2**31 - 1)
     """ZeroMQ's high-water mark: messages held for a slow subscriber."""
     max_queue_size: int = option(100_000, 1)
     """Batches that may wait to be sent; what is more is lost."""

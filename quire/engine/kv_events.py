@@ -39,7 +39,7 @@ class KVEventPublisher:
     def __init__(self, config: KVEventsConfig, rank: int = 0) -> None:
         """`rank`: the engine's, where there are several; its events say so, and its addresses are as many further."""
         self.num_lost, self._rank = 0, rank
-        self._topic = config.topic.encode()
+        self._topic = config.topic.encode("utf-8", "surrogatepass")
         self._encoder = msgspec.msgpack.Encoder()
         self._queue: queue.Queue[tuple[int, KVEventBatch] | None] = queue.Queue(config.max_queue_size)
         self._sent: deque[tuple[bytes, bytes]] = deque(maxlen=config.buffer_steps)
@@ -54,7 +54,7 @@ class KVEventPublisher:
             (self._publisher.bind if binds else self._publisher.connect)(endpoint)
             if self._replay is not None:
                 self._replay.bind(_address(config.replay_endpoint or "", rank))
-        except zmq.ZMQError as error:
+        except (zmq.ZMQError, UnicodeError) as error:
             self._context.destroy(linger=0)
             places = f"endpoint={config.endpoint!r}, replay_endpoint={config.replay_endpoint!r}"
             raise ConfigError(f"kv_events_config: no events can be published at {places}: {error}.") from error
@@ -99,9 +99,7 @@ class KVEventPublisher:
     def _send_again(self, replay: zmq.Socket[bytes]) -> None:
         frames = replay.recv_multipart()
         if len(frames) != 3 or len(frames[2]) != 8:
-            logger.warning(
-                "a request for past KV events has %d frames and not 3, or its number not 8 bytes", len(frames)
-            )
+            logger.debug("a request for past KV events has %d frames and not 3, or no number of 8 bytes", len(frames))
             return
         asker, _, first = frames
         for number, batch in list(self._sent):

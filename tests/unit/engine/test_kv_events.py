@@ -114,6 +114,10 @@ def test_what_nobody_can_be_sent_is_a_gap_in_the_numbers(tmp_path: Path) -> None
 def test_bad_addresses_and_options() -> None:
     with pytest.raises(ConfigError, match=r"no events can be published at endpoint='tcp://\*:nowhere'"):
         KVEventPublisher(KVEventsConfig(enable_kv_cache_events=True, endpoint="tcp://*:nowhere"))
+    with pytest.raises(ConfigError, match="no events can be published at .* surrogates not allowed"):
+        KVEventPublisher(KVEventsConfig(enable_kv_cache_events=True, endpoint="tcp://\ud800"))
+    with pytest.raises(ConfigError, match="hwm must be an integer, from 0 to"):
+        KVEventsConfig(hwm=2**31)
     with pytest.raises(ConfigError, match="^kv_events_config: publisher must be one of 'zmq', 'null', got 'kafka'"):
         read_options(KVEventsConfig, {"publisher": "kafka"}, "kv_events_config")
     with pytest.raises(ConfigError, match="kv_events_config has no option 'endpiont'. Did you mean 'endpoint'"):
