@@ -22,11 +22,11 @@ def bound_socket(args: ServerArgs) -> Iterator[socket.socket]:
         ConfigError: there is no such host.
         QuireError: the address is taken.
     """
-    with _bind_port(args) if args.uds is None else _bind_path(args.uds) as listener:
+    with _bind_path(args.uds) if args.uds else _bind_port(args) as listener:
         try:
             yield listener
         finally:
-            if args.uds is not None:
+            if args.uds:
                 Path(args.uds).unlink(missing_ok=True)
 
 
@@ -34,8 +34,8 @@ def _bind_port(args: ServerArgs) -> socket.socket:
     host = args.host or "0.0.0.0"
     try:
         family, *_, address = socket.getaddrinfo(host, args.port, type=socket.SOCK_STREAM)[0]
-    except OSError as error:
-        raise ConfigError(f"host {host!r} is not known ({error.strerror}).") from None
+    except (OSError, UnicodeError) as error:
+        raise ConfigError(f"host {host!r:.80} is not known ({getattr(error, 'strerror', error)}).") from None
     # With the protocol named, or else asyncio leaves Nagle's algorithm on: a stream's events would wait for each other.
     listener = socket.socket(family, socket.SOCK_STREAM, socket.IPPROTO_TCP)
     listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
@@ -80,7 +80,7 @@ def _remove_stale(path: str) -> None:
 
 def describe_address(listener: socket.socket, args: ServerArgs) -> str:
     """Where people find the server."""
-    if args.uds is not None:
+    if args.uds:
         return f"the Unix socket {args.uds}"
     host, port = listener.getsockname()[:2]
     open_to = "all interfaces" if args.api_key else "all interfaces, and no API key"

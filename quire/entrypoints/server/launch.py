@@ -195,7 +195,7 @@ class Server(uvicorn.Server):
         sockets[0].listen(_BACKLOG)  # asyncio takes one number for two things
         address, args = describe_address(sockets[0], self._state.args), self._state.args
         logger.info("Quire is ready on %s", address)
-        if args.uds is None:
+        if not args.uds:
             logger.info(_NEXT.format(url=address.split()[0], key=_KEY if args.api_key else ""))
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:

@@ -3,8 +3,11 @@
 import asyncio
 import socket
 
+import pytest
+
 from quire.entrypoints.server.address import bound_socket
 from quire.entrypoints.server.options import ServerArgs
+from quire.errors import ConfigError
 
 
 def test_events_are_sent_at_once() -> None:
@@ -23,3 +26,14 @@ def test_events_are_sent_at_once() -> None:
 
     with bound_socket(ServerArgs(host="127.0.0.1", port=0)) as listener:
         assert asyncio.run(option_of_a_connection(listener)) != 0
+
+
+@pytest.mark.parametrize("host", ["a" * 64, "\udcff", "a..b"])
+def test_a_host_that_can_be_no_name(host: str) -> None:
+    with pytest.raises(ConfigError, match="is not known"), bound_socket(ServerArgs(host=host)):
+        pass
+
+
+def test_an_empty_path_is_none() -> None:
+    with bound_socket(ServerArgs(host="127.0.0.1", port=0, uds="")) as listener:
+        assert listener.family == socket.AF_INET
