@@ -290,9 +290,16 @@ class AsyncLLM:
         """The pinned prefixes, in the order in which they were pinned."""
         return await self._call("pinned_prefixes")
 
-    async def sleep(self, level: int = 1) -> bool:
-        """Give back the memory of weights and KV cache until `wake_up`; False (and nothing done) while requests run."""
-        return await self._call("sleep", level)
+    async def sleep(self, level: int = 1, mode: Literal["abort", "wait"] | None = None) -> bool:
+        """Give back the memory of weights and KV cache until `wake_up`; False (and nothing done) while requests run.
+
+        Args:
+            mode: what becomes of those: "abort" ends them, "wait" waits until none runs.
+        """
+        while not (sleeps := await self._call("sleep", level)) and mode is not None:
+            await self.abort([*self._external.values()] if mode == "abort" else ())
+            await asyncio.sleep(0.01)
+        return sleeps
 
     async def wake_up(self, tags: list[str] | None = None) -> None:
         """Take requests again, once all is loaded: see `LLM.wake_up`."""

@@ -7,7 +7,7 @@ nothing.
 import copy
 from argparse import Namespace
 from dataclasses import fields
-from functools import cached_property
+from functools import cached_property, wraps
 from types import SimpleNamespace
 from typing import Any
 
@@ -20,6 +20,7 @@ from quire.entrypoints.cli.flags import add_option_flags
 from quire.entrypoints.vllm_names import lacking
 from quire.protocol.stats import EngineStats
 
+_UNUSED = ("prompt_text", "trace_headers", "session_id", "reasoning_ended", "reasoning_parser_kwargs")  # of requests
 _OPTIONS = {field.name: field.default for field in fields(engine_args.EngineArgs)}
 current_platform = SimpleNamespace(device_type="cpu", is_cpu=lambda: True, is_cuda=lambda: False, is_rocm=lambda: False)
 
@@ -50,6 +51,16 @@ def _setting(engine: Any, name: str) -> Any:
     raise lacking(engine, name)
 
 
+def _as_vllms(method: Any) -> Any:
+    """A method that takes what vLLM's has besides: it has no effect, or is refused with what to do instead."""
+
+    def call(*args: Any, **options: Any) -> Any:
+        known = {name: v for name, v in options.items() if name not in _UNUSED and not not_yet.take_anyway(name, v)}
+        return method(*args, **known)
+
+    return wraps(method)(call)
+
+
 class LLMEngine(llm_engine.LLMEngine):
     """The engine, with settings to read as scripts for vLLM do: `vllm_config`, `model_config`, `cache_config`, ..."""
 
@@ -58,6 +69,7 @@ class LLMEngine(llm_engine.LLMEngine):
         """All settings; changing them changes nothing."""
         return _settings(self.config, len(self.core.call("snapshot").blocks))
 
+    add_request = _as_vllms(llm_engine.LLMEngine.add_request)
     __getattr__ = _setting
 
 
@@ -69,6 +81,8 @@ class AsyncLLM(async_llm.AsyncLLM):
         """All settings; changing them changes nothing."""
         return _settings(self.config, self.num_blocks)
 
+    generate = _as_vllms(async_llm.AsyncLLM.generate)
+    sleep = _as_vllms(async_llm.AsyncLLM.sleep)
     __getattr__ = _setting
 
 

@@ -51,9 +51,18 @@ def test_options_under_vllms_names() -> None:
 
 async def _text(args: Any) -> str:
     engine, text = AsyncLLM.from_engine_args(args), ""
+    of_vllm: dict[str, Any] = {
+        "trace_headers": {"traceparent": "00"},
+        "data_parallel_rank": None,
+        "prompt_text": "Once",
+    }
     try:
-        async for output in engine.generate("Once", SamplingParams(temperature=0.0, max_tokens=4), "r"):
+        async for output in engine.generate("Once", SamplingParams(temperature=0.0, max_tokens=4), "r", **of_vllm):
             text = output.outputs[0].text
+        with pytest.raises(NotYetSupportedError, match="^tokenization_kwargs is not supported here: give"):
+            engine.generate("Once", tokenization_kwargs={"truncation": True})
+        with pytest.raises(NotYetSupportedError, match="^mode is not supported: requests can't be kept"):
+            await engine.sleep(mode="keep")
     finally:
         engine.shutdown()
     return text
@@ -64,6 +73,14 @@ def test_an_asynchronous_engine_of_them(llm: LLM) -> None:
 
     expected = llm.generate("Once", SamplingParams(temperature=0.0, max_tokens=4), use_tqdm=False)[0].outputs[0].text
     assert asyncio.run(_text(AsyncEngineArgs(model="demo", max_model_len=128))) == expected
+
+
+def test_requests_with_what_vllms_have_besides(llm: LLM) -> None:
+    llm.llm_engine.add_request("traced", "Once", SamplingParams(max_tokens=1), trace_headers={"traceparent": "00"})
+    while llm.llm_engine.has_unfinished_requests():
+        llm.llm_engine.step()
+    with pytest.raises(TypeError, match="nonsense"):
+        llm.llm_engine.add_request("wrong", "Once", None, nonsense=1)
 
 
 # ---- settings

@@ -156,6 +156,23 @@ def test_abort_by_id_ends_the_iterator(engine: Engine) -> None:
     assert last.outputs[0].finish_reason == "abort"
 
 
+def test_what_runs_is_ended_or_waited_for_when_it_is_to_sleep(engine: Engine) -> None:
+    params = SamplingParams(max_tokens=40, ignore_eos=True, output_kind=RequestOutputKind.FINAL_ONLY)
+
+    async def sleep_beside(mode: Any) -> tuple[bool, str | None]:
+        running = asyncio.create_task(engine.collect(PROMPTS[0], params))
+        while not engine.llm.stats().num_requests_running:
+            await asyncio.sleep(0.001)
+        slept = await engine.llm.sleep(1, mode)
+        (output,) = await running
+        await engine.llm.wake_up()
+        return slept, output.outputs[0].finish_reason
+
+    assert engine.run(sleep_beside(None)) == (False, "length")
+    assert engine.run(sleep_beside("abort")) == (True, "abort")
+    assert engine.run(sleep_beside("wait")) == (True, "length")
+
+
 def test_an_abort_while_the_prompt_is_encoded_is_not_lost(engine: Engine) -> None:
     """A long prompt is encoded in a thread: when the abort comes, the engine has not heard of the request."""
     params = SamplingParams(temperature=0.0, max_tokens=100, ignore_eos=True, truncate_prompt_tokens=9)

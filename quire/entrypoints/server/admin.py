@@ -4,9 +4,9 @@ Only a server with an API key lets itself be changed: a loopback address proves 
 pages have it too. What may be changed is for the scheduler to say, and what may be pinned for the KV manager.
 """
 
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
-from fastapi import APIRouter, Query, Response
+from fastapi import APIRouter, Query, Request, Response
 from pydantic import BaseModel, ConfigDict, Field
 from starlette.exceptions import HTTPException
 
@@ -14,6 +14,7 @@ from quire.entrypoints.server.body import JsonRoute
 from quire.entrypoints.server.chat_request import Messages
 from quire.entrypoints.server.info_requests import EITHER, Engine, TokenId, is_chat
 from quire.entrypoints.server.prompts import conversation_text
+from quire.entrypoints.server.sse import while_connected
 from quire.entrypoints.server.state import Changeable, State
 from quire.errors import InvalidRequestError, RequestFailedError
 from quire.protocol.cache import PinnedPrefix
@@ -103,13 +104,14 @@ class WeightChange(BaseModel):
     path: str = Field(min_length=1, description="A checkpoint's directory, on the server.")
 
 
+_Mode = Literal["abort", "wait"]
 _BUSY: dict[int | str, dict[str, Any]] = {409: {"description": "Requests are running."}}
 
 
 @router.post("/sleep", tags=["admin"], responses=_BUSY)
-async def sleep(state: Changeable, level: int = 1) -> Sleep:
-    """Give back the memory of weights and KV cache; requests are refused (503) until /wake_up. See `LLM.sleep`."""
-    if not await state.llm.sleep(level):
+async def sleep(request: Request, state: Changeable, level: int = 1, mode: _Mode | None = None) -> Sleep:
+    """Give back the memory of weights and KV cache; requests are refused (503) until /wake_up. See `AsyncLLM.sleep`."""
+    if not await while_connected(request.receive, state.llm.sleep(level, mode)):
         raise HTTPException(409, "requests are running, and the engine stays awake; try again when none is.")
     return Sleep(is_sleeping=True)
 

@@ -81,6 +81,7 @@ class FakeAsyncLLM:
         self.pinned: list[tuple[Any, bool]] = []
         self.is_idle = True
         self.slept: list[int] = []  # levels
+        self.sleep_modes: list[str | None] = []
         self.num_aborted = self.num_shutdowns = 0
 
     async def pin_prefix(self, prompt: Any, name: str | None, add_special_tokens: bool = True) -> PinnedPrefix:
@@ -99,7 +100,8 @@ class FakeAsyncLLM:
     async def reset_prefix_cache(self) -> bool:
         return self.is_idle
 
-    async def sleep(self, level: int) -> bool:
+    async def sleep(self, level: int, mode: str | None = None) -> bool:
+        self.sleep_modes.append(mode)
         self.slept = [*self.slept, level] if self.is_idle else self.slept
         return self.is_idle
 

@@ -37,6 +37,15 @@ def test_it_stays_as_it_is_while_requests_run(keyed: TestClient, async_llm: Any)
         assert (answer.status_code, answer.json()["error"]["code"]) == (409, "conflict")
 
 
+def test_requests_that_run_are_ended_or_waited_for_on_demand(keyed: TestClient, async_llm: Any) -> None:
+    async_llm.is_idle = False
+    for mode in ("abort", "wait"):
+        keyed.post(f"/sleep?mode={mode}")
+        assert async_llm.sleep_modes[-1] == mode
+    answer = keyed.post("/sleep?mode=keep")
+    assert (answer.status_code, answer.json()["error"]["param"]) == (400, "mode")
+
+
 def test_weights_come_from_a_directory(keyed: TestClient) -> None:
     assert keyed.post("/update_weights", json={"path": "/weights"}).json() == {"is_sleeping": False}
     answer = keyed.post("/update_weights", json={"path": "/nowhere"})
