@@ -133,7 +133,7 @@ class EngineArgs:
     """Processes that share the stack of layers."""
     pp_partition: str | None = option(None)
     """Layers of each of those stages, as '10,14'; by default as even as may be, the last ones fewer."""
-    data_parallel_size: int = option(1, 1, short="-dp")
+    data_parallel_size: int = option(1, 1, 1024, short="-dp")
     """Engines, each with a copy of the model."""
     data_parallel_router: Literal["cache_aware", "least_loaded", "round_robin"] = option("cache_aware")
     """Which engine gets a request: who has computed most of its prompt before, unless overloaded; the least loaded; or

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, get_type_hints
 
+import numpy as np
 import pytest
 
 from quire.config.engine_args import EngineArgs
@@ -63,6 +64,7 @@ class Some:
         ({"port": 65536}, "port must be an integer, from 0 to 65535, got 65536."),
         ({"free": "x"}, "free must be an integer, got 'x'."),
         ({"name": "c"}, "name must be one of None, 'a', 'b', got 'c'."),
+        ({"name": np.array(["a", "b"])}, "name must be one of None, 'a', 'b', got array(['a', 'b'], dtype='<U1')."),
         ({"flag": "false"}, "flag must be True or False, got 'false'."),
         ({"names": "x"}, "names must be a list of texts, got 'x'."),
         ({"names": None}, "names must be a list of texts, got None."),
@@ -144,6 +146,11 @@ def test_defaults_of_requests_are_overridden() -> None:
         params(override_generation_config={"temprature": 1})
     with pytest.raises(ConfigError, match="override_generation_config: temperature must be"):
         params(override_generation_config={"temperature": -1})
+
+
+def test_engines_that_no_machine_has() -> None:
+    with pytest.raises(ConfigError, match="data_parallel_size must be an integer, from 1 to 1024, got 2147483648"):
+        EngineArgs(data_parallel_size=2**31)
 
 
 def test_prompts_may_share_a_step() -> None:
