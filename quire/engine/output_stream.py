@@ -24,7 +24,8 @@ class OutputStream:
     Attributes:
         source: of outputs, once the engine has the request.
         is_fresh: whether an output is there to be taken.
-        listener: called in the engine's callback when something has come; it must not raise. `get` sets its own.
+        listener: called in the engine's callback when something has come, and by `take` when it leaves an error behind;
+            it must not raise. `get` sets its own.
     """
 
     __slots__ = ("_error", "is_fresh", "listener", "source")
@@ -50,6 +51,7 @@ class OutputStream:
                 for part in output.outputs:
                     if part.finish_reason == "error":
                         part.finish_reason = part.stop_reason = None
+                self.listener()  # the error is still to be taken
             return output
         if self._error is not None:
             raise self._error

@@ -127,12 +127,11 @@ class Outputs:
     def _take(self) -> Batch:
         fresh = sorted(self._fresh)
         ready = [place for place in fresh if self._streams[place].is_fresh] or fresh  # one prompt's error ends all
+        self._fresh.difference_update(ready)
         batch = [(place, output) for place in ready if (output := self._streams[place].take()) is not None]
         for place, output in batch:
             if output.finished:
                 del self._streams[place]
-        going_on = [place for place, output in batch if not output.finished]  # an error may have come after it
-        self._fresh = {*fresh}.difference(ready).union(going_on)
         return batch
 
     def _listen(self, place: int) -> None:

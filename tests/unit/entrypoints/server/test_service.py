@@ -45,6 +45,19 @@ def test_what_others_have_comes_before_an_error(failing: int) -> None:
     asyncio.run(read())
 
 
+def test_what_a_prompt_has_comes_before_its_own_error() -> None:
+    made = streams(False, False)
+    made[0].fail(RequestFailedError("it broke"))
+
+    async def read() -> None:
+        outputs = Outputs(made)
+        assert [place for place, _ in await outputs.next()] == [0, 1]
+        with pytest.raises(RequestFailedError, match="it broke"):
+            await outputs.next()
+
+    asyncio.run(read())
+
+
 def test_nothing_comes_once_all_have_ended() -> None:
     async def read() -> None:
         outputs = Outputs(streams(True, True))
