@@ -105,12 +105,15 @@ class Meter:
         return found
 
     def _sequences(self, lengths: Sequence[int], context: int) -> StepArrays:
-        """Sequences of so many tokens each, in block 0 all of them, with tables for a context of that length."""
-        positions = np.concatenate([np.arange(length, dtype=INT) for length in lengths])
+        """Sequences of so many tokens each, in block 0 all of them, with tables for a context of that length.
+
+        All are at position 0: a model may have no other, and which it is costs nothing.
+        """
+        places = np.concatenate([np.arange(length, dtype=INT) for length in lengths])
         ends = np.cumsum([0, *lengths]).astype(INT)
         tables = [np.zeros((len(lengths), -(-context // BLOCK_SIZE)), INT)] * self.num_groups
-        slots = [positions % BLOCK_SIZE] * self.num_groups
-        return StepArrays(np.zeros_like(positions), positions, ends, np.diff(ends), tables, slots, BLOCK_SIZE)
+        slots, zeros = [places % BLOCK_SIZE] * self.num_groups, np.zeros_like(places)
+        return StepArrays(zeros, zeros, ends, np.diff(ends), tables, slots, BLOCK_SIZE)
 
 
 @dataclass(frozen=True)

@@ -1,12 +1,14 @@
 """The memory that a step takes: measured by small steps, true of large ones."""
 
 from collections.abc import Callable
+from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 from driving import BLOCK_SIZE, Driver
 
+from quire import LLM, SamplingParams
 from quire.protocol.cache import LayerCache
 from quire.worker.devices.meter import peak_bytes
 from quire.worker.gather import INT, StepArrays
@@ -22,6 +24,22 @@ def test_peak_is_of_what_is_alive_at_once() -> None:
     kept, peak = peak_bytes(work)
     assert peak == 4 * (1000 + 500)
     assert kept.shape == (100,)
+
+
+@pytest.mark.parametrize("kernels", ["auto", "torch"])
+def test_steps_are_longer_than_the_context(tiny_model: Path, kernels: str) -> None:
+    speculative = {"method": "ngram", "num_speculative_tokens": 1}
+    llm = LLM(
+        str(tiny_model),
+        load_format="dummy",
+        skip_tokenizer_init=True,
+        max_model_len=2,
+        kernels=kernels,
+        num_kv_blocks=8,
+        speculative_config=speculative,
+    )
+    params = SamplingParams(temperature=0, max_tokens=4)
+    assert len(llm.generate({"prompt_token_ids": [1]}, params)[0].outputs[0].token_ids) == 1
 
 
 def one_step(num_tokens: int) -> StepArrays:
