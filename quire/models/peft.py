@@ -37,6 +37,8 @@ _REFUSED = {
 _NOTHING = (None, False, "none", [], {}, "")
 # Of a tensor: its module, which factor.
 _NAME = re.compile(r"(?:base_model\.model\.)?(.+)\.lora_(?:embedding_)?(A|B)(?:\.default)?(?:\.weight)?")
+# A pattern of modules: what is matched in no time, with few repetitions and alternatives, and no group repeated.
+_PATTERN = re.compile(r"(?!([^*+?]*[*+?]){4})(?!([^|]*\|){9})\^?((\\[.dw]|\[0-9\]|[\w.-])[*+?]?|\(\w+(\|\w+)*\))*\$?")
 
 
 class AdapterError(InvalidRequestError):
@@ -74,10 +76,8 @@ class AdapterFiles:
         return alpha / (math.sqrt(rank) if self.config.get("use_rslora") else rank)
 
     def _of(self, module: str, pattern: str, name: str, default: int) -> Any:
-        for key, value in (self.config.get(pattern) or {}).items():
-            if re.match(rf"(.*\.)?({key})$", module):
-                return value
-        return self.config.get(name, default)
+        own = (self.config.get(pattern) or {}).items()
+        return next((one for key, one in own if re.match(rf"(.*\.)?({key})$", module)), self.config.get(name, default))
 
 
 def read_adapter(path: str, name: str, max_rank: int = MAX_RANK, max_virtual: int = 2**31) -> AdapterFiles:
@@ -129,7 +129,7 @@ def _read_config(folder: Path, name: str) -> tuple[bytes, dict[str, Any]]:
         config = json.loads(text)
     except OSError as error:
         raise AdapterError(name, f"its folder has no {CONFIG} that can be read ({error.strerror}).") from None
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise AdapterError(name, f"{CONFIG} is no JSON ({error}).") from None
     if (kind := config.get("peft_type") if isinstance(config, dict) else None) not in _KINDS:
         said = f"{CONFIG} says peft_type {repr(kind)[:80]}"
@@ -140,10 +140,12 @@ def _read_config(folder: Path, name: str) -> tuple[bytes, dict[str, Any]]:
             raise AdapterError(name, f"{asked}; merge it, or train without.")
     for key, kind, least in (("r", int, 1), ("lora_alpha", int | float, 0)):
         patterns = config.get("rank_pattern" if key == "r" else "alpha_pattern") or {}
-        for value in [config.get(key, 8), *(patterns.values() if isinstance(patterns, dict) else [patterns])]:
+        for value in [config.get(key, 8), *(patterns.values() if isinstance(patterns, dict) else [str(patterns)])]:
             if isinstance(value, bool) or not isinstance(value, kind) or not least <= value < math.inf:
                 wrong = f"{CONFIG} has {key}={repr(value)[:80]}"
                 raise AdapterError(name, f"{wrong}, which must be a number from {least} on.")
+        if strange := [pattern for pattern in patterns if not _PATTERN.fullmatch(pattern)]:
+            raise AdapterError(name, f"{CONFIG} has {strange[0][:80]!r}, where names and few wildcards are to be.")
     return text, config
 
 

@@ -36,6 +36,10 @@ def test_ranks_and_scales_follow_the_patterns(tmp_path: Path) -> None:
         ({"peft_type": "IA3"}, "peft_type 'IA3'; what can be served is LORA, PROMPT_TUNING, P_TUNING, PREFIX_TUNING"),
         ({"r": 0}, "r=0, which must be a number from 1 on"),
         ({"lora_alpha": "8"}, "lora_alpha='8'"),
+        ({"rank_pattern": 5}, "r='5', which must be a number"),
+        ({"rank_pattern": {"(": 4}}, "has '(', where names"),
+        ({"alpha_pattern": {"((.+)+)+z": 4}}, "has '((.+)+)+z', where names"),
+        ({"alpha_pattern": {".*.*.*.*z": 4}}, "has '.*.*.*.*z', where names"),
         ({"r": 5}, "are not of rank 5, as adapter_config.json says they are"),
     ],
     ids=str,
@@ -46,6 +50,14 @@ def test_what_is_refused_is_named(stated: dict[str, Any], message: str, tmp_path
         read_adapter(str(path), "voice")
     assert "voice" in str(error.value)
     assert str(tmp_path) not in str(error.value)
+
+
+@pytest.mark.parametrize(
+    "pattern", [NAME, f"^{NAME}$", r"layers\.0\..*q_proj", "(k_proj|q_proj)", r"layers\.\d+\.self_attn.q_proj"]
+)
+def test_patterns_that_are_taken(pattern: str, tmp_path: Path) -> None:
+    path = write_adapter(tmp_path, factors({NAME: (8, 8)}, 4, 1), 8, rank_pattern={pattern: 4})
+    assert read_adapter(str(path), "voice").rank(NAME) == 4
 
 
 def test_files_that_are_missing_or_damaged(tmp_path: Path) -> None:
@@ -64,9 +76,10 @@ def test_files_that_are_missing_or_damaged(tmp_path: Path) -> None:
     (path / "adapter_model.bin").write_bytes(b"\x80\x04.")
     with pytest.raises(InvalidRequestError, match=r"adapter_model\.bin is a pickle"):
         read_adapter(str(path), "voice")
-    (path / "adapter_config.json").write_text("{")
-    with pytest.raises(InvalidRequestError, match="is no JSON"):
-        read_adapter(str(path), "voice")
+    for broken in ("{", "[" * 100_000):
+        (path / "adapter_config.json").write_text(broken)
+        with pytest.raises(InvalidRequestError, match="is no JSON"):
+            read_adapter(str(path), "voice")
 
 
 def test_tensors_that_are_no_factors(tmp_path: Path) -> None:
