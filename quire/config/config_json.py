@@ -6,7 +6,6 @@ the same in a config.json of their own (`quire.config.gguf`). Must not know opti
 
 import json
 import logging
-import math
 import re
 from pathlib import Path
 from typing import Any
@@ -110,15 +109,15 @@ class ConfigReader:
             return default
         return next((self.family.defaults[name] for name in names if name in self.family.defaults), default)
 
-    def positive_int(self, *names: str, default: int | None = None) -> int:
+    def positive_int(self, *names: str, default: int | None = None, most: int = _TOO_LARGE - 1) -> int:
         value = self.get(*names, default=default)
         if value is None:
             hint = ""
             if self.architecture not in BY_ARCHITECTURE:
                 hint = f" Architecture {self.architecture!r} is not one that this version of Quire reads."
             raise self.error(f"has no {' or '.join(map(repr, names))}.{hint}")
-        if type(value) is not int or not 1 <= value < _TOO_LARGE:
-            raise self.error(f"has {names[0]} = {value!r}; it must be a whole number from 1 to {_TOO_LARGE - 1}.")
+        if type(value) is not int or not 1 <= value <= most:
+            raise self.error(f"has {names[0]} = {value!r}; it must be a whole number from 1 to {most}.")
         return value
 
     def error(self, complaint: str) -> ModelLoadError:
@@ -138,7 +137,7 @@ class ConfigReader:
             "vocab_size": self.positive_int("vocab_size"),
             "hidden_size": hidden,
             "intermediate_size": self.positive_int("intermediate_size", "ffn_dim", "n_inner", default=4 * hidden),
-            "num_layers": self.positive_int("num_hidden_layers", "n_layer"),
+            "num_layers": self.positive_int("num_hidden_layers", "n_layer", most=10_000),
             "num_heads": heads,
             "num_kv_heads": kv_heads,
             "head_dim": self.positive_int("head_dim", default=derived_head_dim),
@@ -276,4 +275,4 @@ def generation_defaults(generation: dict[str, Any], model: str) -> dict[str, Any
 
 
 def _is_number(value: Any) -> bool:
-    return isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
+    return isinstance(value, (int, float)) and not isinstance(value, bool) and abs(value) < _TOO_LARGE**2

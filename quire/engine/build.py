@@ -114,10 +114,10 @@ def _initialize_cache(config: EngineConfig, executor: Executor) -> tuple[CacheLa
     layout = plan_cache(request, report)
     try:
         executor.initialize_cache(layout)
-    except (MemoryError, OSError) as error:
+    except (MemoryError, OSError, OverflowError) as error:
         raise ConfigError(
             f"there is no memory for a KV cache of {num_bytes(layout.num_blocks, report) / 2**30:.1f} GiB, "
-            f"{max(layout.num_blocks)} blocks; lower num_kv_blocks or kv_cache_memory."
+            f"{max(layout.num_blocks)} blocks; lower num_kv_blocks, kv_cache_memory or max_num_seqs."
         ) from error
     return layout, report.stored
 

@@ -58,7 +58,8 @@ def rope_table(rope: RopeParameters) -> Tensor:
         raise ModelLoadError(f"rope type {kind!r} is not supported; supported are {', '.join(ROPE_TYPES)}.")
     try:
         frequencies, amplitude = ROPE_TYPES[kind](rope)
-    except (ArithmeticError, ValueError) as error:  # a base of 1, a logarithm of what is not over 0
+    # A base of 1, a logarithm of what is not over 0, factors that are no numbers.
+    except (ArithmeticError, ValueError, TypeError, RuntimeError) as error:
         raise ModelLoadError(f"rope parameters {dict(rope.values)!r} give no angles ({error}).") from error
     angles = torch.arange(rope.max_model_len, dtype=torch.float32)[:, None] * frequencies
     return torch.cat((angles.cos(), angles.sin()), dim=-1).mul_(amplitude)

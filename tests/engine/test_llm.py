@@ -364,3 +364,9 @@ def test_methods_that_are_not_there_yet_say_so(llm: LLM, name: str) -> None:
         llm.start_profile()
     with pytest.raises(AttributeError, match="'LLM' object has no attribute 'xyzzy'"):
         llm.xyzzy  # noqa: B018
+
+
+@pytest.mark.parametrize("option", ["num_kv_blocks", "block_size"])
+def test_a_cache_that_no_memory_holds(option: str) -> None:
+    with pytest.raises(ConfigError, match="there is no memory for a KV cache"):
+        LLM("demo", skip_tokenizer_init=True, **{"num_kv_blocks": 8} | {option: 2**62})

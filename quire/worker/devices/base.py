@@ -18,6 +18,7 @@ from quire.attention.base import AttentionBackend, AttentionBatch, Tails
 from quire.attention.step import Step
 from quire.distributed.groups import Group
 from quire.distributed.network import NetworkGroup
+from quire.errors import ConfigError
 from quire.models.causal_lm import CausalLM, RunnableModel
 from quire.models.eagle import EagleHead, RunnableHead
 from quire.ops.native.library import Target
@@ -92,7 +93,12 @@ class Device(ABC):
 
     def place(self, build: Callable[[], M]) -> M:
         """What `build` makes, with its tensors where the device computes (ConfigError: there is no room)."""
-        return build()
+        try:
+            return build()
+        except (OSError, RuntimeError) as error:
+            if "allocate memory" not in str(error):
+                raise
+            raise ConfigError("there is no memory for the model: use a smaller one, or lower max_model_len.") from error
 
     @abstractmethod
     def weight_formats(

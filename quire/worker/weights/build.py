@@ -30,10 +30,7 @@ def build_packed(
     orders = orders_of(device.kernels)
     part = orders if group is None else (*orders, group.rank, group.size)
     sharding = Sharding(group, config.enable_expert_parallel and shared, config.tp_collective == "reduce")
-    if sharding.whole_experts:
-        part = (*part, "whole experts")
-    if group is not None and sharding.reduces:
-        part = (*part, "columns")
+    part = (*part, *["whole experts"] * sharding.whole_experts, *["columns"] * (group is not None and sharding.reduces))
     if stage is not None and config.num_stages > 1:
         part = (*part, "layers", stage.layers.start, stage.layers.stop)
     if blocks:

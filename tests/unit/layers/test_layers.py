@@ -131,6 +131,8 @@ def test_rope_refuses_what_it_does_not_know() -> None:
         rope_table(RopeParameters(4, {"rope_type": "longrope", "rope_theta": 1e4}, 16, 16))
     with pytest.raises(ModelLoadError, match="'linear' lack 'factor'"):
         rope_table(RopeParameters(4, {"rope_type": "linear", "rope_theta": 1e4, "factor": None}, 16, 16))
+    with pytest.raises(ModelLoadError, match=r"'factors': 'x'.* give no angles \(new.*invalid data type 'str'\)"):
+        rope_table(RopeParameters(4, {"rope_type": "default", "rope_theta": 1e4, "factors": "x"}, 16, 16))
 
 
 def test_rotation_depends_on_distance_alone() -> None:

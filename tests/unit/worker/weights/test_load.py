@@ -15,8 +15,9 @@ from hypothesis import strategies as st
 from safetensors.torch import save_file
 from torch import nn
 
+from quire import LLM
 from quire.config.model import ModelConfig
-from quire.errors import ModelLoadError
+from quire.errors import ConfigError, ModelLoadError
 from quire.models import safetensors
 from quire.models.causal_lm import CausalLM
 from quire.models.safetensors import read_header
@@ -389,3 +390,15 @@ def test_dummy_scales(tmp_path: Path) -> None:
     assert abs(wide.std().item() - 0.02) < 1e-3
     assert abs(wide.mean().item()) < 1e-3
     assert wide.unique(dim=0).shape[0] == 1200  # equal rows would tie logits
+
+
+@pytest.mark.parametrize("kernels", ["auto", "torch"])
+@pytest.mark.parametrize(
+    "change", [{"vocab_size": 2**31 - 1, "hidden_size": 2**17}, {"max_position_embeddings": 2**17}]
+)
+def test_a_model_that_no_memory_holds(tmp_path: Path, kernels: str, change: dict[str, int]) -> None:
+    config = {"model_type": "llama", "vocab_size": 8, "hidden_size": 8, "intermediate_size": 8, "num_hidden_layers": 1}
+    config |= {"num_attention_heads": 1, "rope_scaling": {"rope_type": "linear", "factor": 2.0**31}, **change}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    with pytest.raises(ConfigError, match="there is no memory for the model"):
+        LLM(str(tmp_path), load_format="dummy", skip_tokenizer_init=True, kernels=kernels)
