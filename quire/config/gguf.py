@@ -8,6 +8,7 @@ extra quire[gguf], tells the sizes of types.
 
 import math
 import mmap
+import os
 import re
 import struct
 from collections.abc import Callable, Iterable, Mapping
@@ -158,11 +159,11 @@ def gguf_in(folder: Path, patterns: Iterable[str] = ("*.gguf",)) -> Path | None:
 
 def local_gguf(path: Path) -> Path | None:
     """The GGUF model that `path` is, or that a directory holds in place of one in Hugging Face layout."""
-    if path.is_dir():
+    if os.path.isdir(path):
         return None if (path / "config.json").is_file() else gguf_in(path)
     if path.suffix.lower() != ".gguf" or ":" in path.name:
         return None
-    if not path.is_file():
+    if not os.path.isfile(path):
         raise ModelLoadError(
             f"Model file {str(path)!r} does not exist; check the path, or give owner/name:file.gguf for one of the hub."
         )
@@ -314,8 +315,7 @@ def gguf_config(path: Path, model: str) -> tuple[dict[str, Any], dict[str, Any]]
     if not path.is_file():
         return None
     file = read_gguf(path)
-    metadata, tensors = file.metadata, file.tensors
-    arch = metadata.get("general.architecture")
+    metadata, tensors, arch = file.metadata, file.tensors, str(file.metadata.get("general.architecture"))
     if arch not in _ARCHITECTURES:
         raise ModelLoadError(
             f"{model!r} is a GGUF file of architecture {arch!r}, which is not supported; supported are "

@@ -52,7 +52,7 @@ def resolve_model_path(
     if name in _BUNDLED:
         return _bundled(name)
     path = Path(name).expanduser()
-    if name and (path.is_dir() or local_gguf(path)):
+    if name and (os.path.isdir(path) or local_gguf(path)):  # False where the name is too long, or access denied
         return local_gguf(path) or path
     repository, _, file = name.partition(":")
     if file and _HUB_ID.fullmatch(repository) and not set(file) & set("/\\*?["):  # a file, or owner/name:Q4_K_M
@@ -72,7 +72,7 @@ def _complaint(name: str, path: Path) -> str | None:
     """What is wrong with a name that is no directory's, where it can't be a hub id either."""
     if "://" in name:
         return f"{name!r} is an address; give a directory, or a hub id (owner/name)."
-    if path.is_file():
+    if os.path.isfile(path):
         return f"{name!r} is a file; give the directory that holds config.json and *.safetensors."
     if not name or name.startswith((".", "/", "~")) or "\\" in name or name.count("/") > 1 or name.endswith("/"):
         return f"directory {name!r} does not exist; check the path."

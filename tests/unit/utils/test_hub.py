@@ -130,6 +130,11 @@ def test_file_instead_of_directory(tmp_path: Path) -> None:
     assert "is a file" in refused(tmp_path / "model.safetensors")
 
 
+@pytest.mark.parametrize("name", ["/" + 300 * "a", "~/" + 300 * "a" + ".gguf"])
+def test_a_name_that_no_file_system_has(name: str) -> None:
+    assert "does not exist" in refused(name)
+
+
 def test_bundled_models_come_before_directories(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     (tmp_path / "demo").mkdir()
