@@ -107,8 +107,8 @@ def _check_integers(found: dict[str, Any], method: str, model: str) -> None:
 
 
 def _groups(found: Mapping[str, Any]) -> list[Any]:
-    groups = found.get("config_groups")
-    return list(groups.values()) if isinstance(groups, dict) else []
+    groups = found.get("config_groups") or {}
+    return list(groups.values()) if isinstance(groups, dict) else [groups]
 
 
 def _is_other(activations: Any) -> bool:
@@ -141,8 +141,8 @@ def _check_groups(found: dict[str, Any], model: str) -> None:
             )
         targets: Any = group.get("targets")
         try:
-            if not isinstance(targets, list):
-                raise TypeError("it must be a list")
+            if not isinstance(targets, list) or not isinstance(group.get("input_activations") or {}, dict):
+                raise TypeError("it must be a list, and input_activations an object or null")
             for target in targets:
                 re.compile(target)
         except (re.error, TypeError) as error:

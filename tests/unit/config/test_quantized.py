@@ -104,6 +104,14 @@ def test_contradictions_show_both(tmp_path: Path, stated: dict[str, Any] | None,
             {"quant_method": "compressed-tensors", "config_groups": {"a": {"weights": WEIGHTS}}},
             r"config_groups with targets = None: it must be a list",
         ),
+        (
+            {
+                "quant_method": "compressed-tensors",
+                "config_groups": {"a": {"targets": ["Linear"], "weights": WEIGHTS, "input_activations": 8}},
+            },
+            "input_activations an object or null",
+        ),
+        ({"quant_method": "compressed-tensors", "config_groups": ["Linear"]}, "weights of None bits"),
     ],
 )
 def test_what_is_not_read_is_named(tmp_path: Path, stated: Any, message: str) -> None:
