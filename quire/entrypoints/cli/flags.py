@@ -69,7 +69,7 @@ def json_object(text: str) -> dict[str, Any]:
     """A JSON object."""
     try:
         value = json.loads(text)
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise ArgumentTypeError(f"not valid JSON ({error}): {text!r}") from None
     if not isinstance(value, dict):
         raise ArgumentTypeError(f"must be a JSON object such as '{{\"key\": 1}}', got {text!r}")
@@ -84,7 +84,7 @@ class ExtendList(argparse.Action):
         for value in values:
             try:
                 read = json.loads(value) if value.startswith("[") else [value]
-            except ValueError as error:
+            except (ValueError, RecursionError) as error:
                 raise argparse.ArgumentError(self, f"not valid JSON ({error}): {value!r}") from None
             if not isinstance(read, list) or not all(isinstance(text, str) for text in read):
                 raise argparse.ArgumentError(self, f"must be texts, or a JSON list of them, got {value!r}")

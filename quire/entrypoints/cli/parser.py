@@ -140,5 +140,5 @@ def _set(place: dict[str, Any], keys: str, text: str) -> None:
         place = place.setdefault(key, {})
     try:
         place[last.rstrip("+")] = text.split(",") if last.endswith("+") else json.loads(text)
-    except ValueError:
+    except (ValueError, RecursionError):
         place[last] = text

@@ -39,8 +39,8 @@ def read_modules(args: ServerArgs, names: Sequence[str], llm: AsyncLLM) -> dict[
     for option, text in ((option, text) for option, texts in given.items() for text in texts):
         try:
             told = json.loads(text) if text.startswith("{") else None
-            name, path = text.split("=", 1) if told is None else (told["name"], told["path"])
-        except (ValueError, KeyError):
+            name, path = text.split("=", 1) if told is None else (str(told["name"]), str(Path(told["path"])))
+        except (ValueError, KeyError, TypeError, RecursionError):
             form = 'name=path, or {"name": ..., "path": ...}'
             raise ConfigError(f"{option} has {text[:80]!r}; an adapter is given as {form}.") from None
         if name in found or name in names:

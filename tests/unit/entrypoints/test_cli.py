@@ -137,6 +137,8 @@ def test_help_is_a_command_too(arguments: list[str], told: str, capsys: pytest.C
         (["generate", "--max-model-len", "long"], "not a whole number"),
         (["generate", "--max-model"], "unknown argument --max-model."),
         (["generate", "--hf-overrides", "{"], "not valid JSON"),
+        (["generate", "--hf-overrides", 10_000 * "["], "not valid JSON"),
+        (["serve", "--allowed-origins", 10_000 * "["], "not valid JSON"),
         (["generate", "--hf-overrides", "[1]"], "must be a JSON object"),
         (["generate", "--scheduling-policy", "lifo"], "invalid choice"),
         (["generate", "--quantization", "int3"], "invalid choice: 'int3' (choose from"),
