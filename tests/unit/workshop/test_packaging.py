@@ -64,14 +64,16 @@ LIBRARY = "quire/ops/native/_kernels.so"
 CMAKE = shutil.which("cmake") or importlib.util.find_spec("cmake")
 needs_backend = pytest.mark.skipif(not importlib.util.find_spec("scikit_build_core"), reason="needs scikit-build-core")
 needs_cmake = pytest.mark.skipif(not CMAKE, reason="needs cmake")
+needs_compiler = pytest.mark.skipif(not shutil.which(os.environ.get("CXX", "c++")), reason="needs a C++ compiler")
 
 
-def build(kind: str, into: Path, **environment: str) -> Path:
-    """A wheel or an sdist of this checkout. It is the build backend of this environment that builds: no network."""
+def build(kind: str, into: Path, root: Path = ROOT, **environment: str) -> Path:
+    """A wheel or an sdist of a checkout. It is the build backend of this environment that builds: no network."""
     code = f"import sys; from scikit_build_core import build; build.build_{kind}(sys.argv[1])"
     ours = {name: value for name, value in os.environ.items() if name != "QUIRE_NO_NATIVE"}
     command = [sys.executable, "-c", code, str(into)]
-    done = subprocess.run(command, cwd=ROOT, env=ours | environment, capture_output=True, text=True, timeout=300)
+    into.mkdir(exist_ok=True)
+    done = subprocess.run(command, cwd=root, env=ours | environment, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stdout + done.stderr
     (built,) = into.iterdir()
     return built
@@ -92,17 +94,51 @@ def test_wheel_without_a_compiler_is_pure_python(tmp_path: Path, environment: di
     assert LIBRARY not in names
 
 
-@needs_backend
-@needs_cmake
-@pytest.mark.slow
-@pytest.mark.skipif(not shutil.which(os.environ.get("CXX", "c++")), reason="needs a C++ compiler")
-def test_wheel_with_the_kernels_serves_every_python(tmp_path: Path) -> None:
-    old_compiler = "QUIRE_HAVE_AVX512_BF16=OFF;QUIRE_HAVE_AMX=OFF"  # two levels less, and six times as fast without -O3
-    wheel = build("wheel", tmp_path, SKBUILD_CMAKE_BUILD_TYPE="Debug", SKBUILD_CMAKE_DEFINE=old_compiler)
+def without_code(level: str) -> str:
+    """`level.cpp` with its tables of kernels, and no kernel: what takes a compiler minutes."""
+    bare = re.sub(
+        r"{name, ns::.*}", "{name, nullptr, 0, nullptr, nullptr, nullptr, nullptr, nullptr, 0, nullptr, nullptr}", level
+    )
+    return re.sub(r'#include "(?!kernels)\w+.h"\n', "", bare)
+
+
+@pytest.fixture
+def sketch(tmp_path: Path) -> Path:
+    """This checkout, with levels of kernels that hold none."""
+    root = tmp_path / "sketch"
+    for folder in ("quire", "csrc"):
+        shutil.copytree(ROOT / folder, root / folder, ignore=shutil.ignore_patterns("__pycache__", "*.so"))
+    for file in ("CMakeLists.txt", "pyproject.toml", "README.md", "LICENSE"):
+        shutil.copy(ROOT / file, root)
+    level = root / "csrc/level.cpp"
+    level.write_text(without_code(level.read_text()))
+    return root
+
+
+def check_wheel_with_library(root: Path, into: Path, **environment: str) -> None:
+    wheel = build("wheel", into / "wheel", root, **environment)
     assert wheel.name.startswith(f"quire-{quire.__version__}-py3-none-")
-    library = ctypes.CDLL(zipfile.ZipFile(wheel).extract(LIBRARY, tmp_path))
+    library = ctypes.CDLL(zipfile.ZipFile(wheel).extract(LIBRARY, into))
     library.quire_level.restype = ctypes.c_char_p
     assert library.quire_level(0)
+
+
+@needs_backend
+@needs_cmake
+@needs_compiler
+@pytest.mark.slow
+def test_wheel_with_the_kernels_serves_every_python(sketch: Path, tmp_path: Path) -> None:
+    check_wheel_with_library(sketch, tmp_path)
+
+
+@needs_backend
+@needs_cmake
+@needs_compiler
+@pytest.mark.nightly
+@pytest.mark.parametrize("levels", ["", "QUIRE_HAVE_AVX512_BF16=OFF;QUIRE_HAVE_AMX=OFF"], ids=["all", "old compiler"])
+def test_wheel_with_all_their_code(tmp_path: Path, levels: str) -> None:
+    """Without -O3 the compiler is six times as fast."""
+    check_wheel_with_library(ROOT, tmp_path, SKBUILD_CMAKE_BUILD_TYPE="Debug", SKBUILD_CMAKE_DEFINE=levels)
 
 
 @needs_backend
