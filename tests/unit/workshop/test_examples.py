@@ -6,6 +6,8 @@ from pathlib import Path
 
 import pytest
 
+from quire.entrypoints.cli.main import main
+
 ROOT = Path(__file__).parents[3]
 EXAMPLES = sorted((ROOT / "examples").glob("*.py"))
 # What these do other tests do as well, and each takes some five seconds.
@@ -41,19 +43,38 @@ def run(*arguments: str, given: str = "") -> subprocess.CompletedProcess[str]:
     return done
 
 
-@pytest.mark.parametrize(
-    "example",
-    [pytest.param(path, marks=[pytest.mark.nightly] * (path.stem in _NIGHTLY), id=path.stem) for path in EXAMPLES],
-)
-def test_example_runs(example: Path) -> None:
-    lines = run(str(example.relative_to(ROOT))).stdout.splitlines()
+def check_example(name: str, lines: list[str]) -> None:
     assert len(lines) >= 3
-    if example.stem == "seeded_sampling_n":
+    if name == "seeded_sampling_n":
         assert lines[-1] == "tokens equal in a batch: True - logprobs equal: True"
-    if (last := _LAST_WORDS.get(example.stem)) is not None:
+    if (last := _LAST_WORDS.get(name)) is not None:
         assert lines[-1].endswith(last)
-    if example.stem == "speculation":
+    if name == "speculation":
         assert all("the same tokens: True" in line for line in lines)
+
+
+_ONE_AFTER_ANOTHER = """
+import runpy, sys
+for path in sys.argv[1:]:
+    print(f"== {path}", file=sys.stderr, flush=True)
+    print("==", flush=True)
+    sys.argv = [path]
+    runpy.run_path(path, run_name="__main__")
+"""
+
+
+def test_examples_run() -> None:
+    """One after another in one process, which would import for half of the time otherwise."""
+    examples = [path for path in EXAMPLES if path.stem not in _NIGHTLY]
+    printed = run("-c", _ONE_AFTER_ANOTHER, *(str(path.relative_to(ROOT)) for path in examples)).stdout
+    for path, part in zip(examples, printed.split("==\n")[1:], strict=True):
+        check_example(path.stem, part.splitlines())
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("example", EXAMPLES, ids=lambda path: path.stem)
+def test_example_runs(example: Path) -> None:
+    check_example(example.stem, run(str(example.relative_to(ROOT))).stdout.splitlines())
 
 
 def test_generate_streams_what_a_batch_gives() -> None:
@@ -73,17 +94,7 @@ def test_chat_answers_piped_questions() -> None:
     assert len(done.stdout.strip().splitlines()) >= 1
 
 
-def test_bench_latency_runs() -> None:
-    shape = [
-        "--input-len",
-        "4",
-        "--output-len",
-        "4",
-        "--batch-size",
-        "2",
-        "--num-iters-warmup",
-        "0",
-        "--num-iters",
-        "2",
-    ]
-    assert "Avg latency: " in run("-m", "quire", "bench", "latency", "demo", *shape).stdout
+def test_bench_latency_runs(capsys: pytest.CaptureFixture[str]) -> None:
+    shape = "--input-len 4 --output-len 4 --batch-size 2 --num-iters-warmup 0 --num-iters 2"
+    assert main(["bench", "latency", "demo", *shape.split()]) == 0
+    assert "Avg latency: " in capsys.readouterr().out
