@@ -104,7 +104,7 @@ LOAD := tests/server/test_load.py
 test-nightly: export QUIRE_NIGHTLY := 1
 test-nightly: .venv/dev.stamp $(NATIVE)
 	@$(PY) -m pytest $(LOAD)
-	@$(PYTEST) --ignore $(LOAD) tests/server tests/property tests/engine tests/unit/ops tests/unit/attention tests/unit/sampling tests/gpu
+	@$(PYTEST) --ignore $(LOAD)
 
 clean:
 	rm -rf .venv build $(LIBRARY) .pytest_cache .ruff_cache .import_linter_cache .hypothesis dist
