@@ -1,7 +1,6 @@
 """What all tests share."""
 
 import gc
-import itertools
 import os
 import signal
 import sys
@@ -30,7 +29,9 @@ hypothesis.settings.load_profile("ci" if os.environ.get("CI") else "local")
 # Files of single tests that take a minute or more come first: begun last, they would leave other processes idle.
 _LONG = {"test_compiled.py", "test_levels.py", "test_packaging.py"}
 _ROOT = Path(__file__).resolve().parent.parent
-sys.path.insert(0, str(_ROOT / "tests"))  # for chi_square.py
+sys.path.insert(0, str(_ROOT / "tests"))  # for chi_square.py and its like
+
+from sweeping import covering  # noqa: E402
 
 
 @pytest.fixture(scope="session")
@@ -163,19 +164,9 @@ def _beyond_pairs(items: list[pytest.Item], marker: str) -> list[pytest.Item]:
     for same in cases.values():
         same.sort(key=lambda item: item.get_closest_marker("nightly") is not None)  # of two that do, the other one
         rows = [{name: repr(value) for name, value in item.callspec.params.items()} for item in same]
-        chosen = set(_covering(rows))
+        chosen = set(covering(rows))
         beyond += [item for place, item in enumerate(same) if place not in chosen]
     return beyond
-
-
-def _covering(rows: list[dict[str, str]]) -> Iterator[int]:
-    """Places of rows in which every pair of (parameter, value) that meets in any row meets, chosen greedily."""
-    pairs = [set(itertools.combinations(sorted(row.items()), 2)) or {tuple(row.items())} for row in rows]
-    missing: set[object] = set().union(*pairs)
-    while missing:
-        best = max(range(len(rows)), key=lambda place: len(pairs[place] & missing))
-        missing -= pairs[best]
-        yield best
 
 
 @pytest.fixture

@@ -19,6 +19,7 @@ from native_cases import (
     packed,
     run,
 )
+from sweeping import each
 from torch import Tensor
 from unpacking import unpacked
 
@@ -73,10 +74,7 @@ def cases(size: int, dtype: torch.dtype) -> dict[str, Case]:
 NAMES = list(cases(1, torch.float32))
 
 
-@pytest.mark.pairs
-@pytest.mark.parametrize("size", SIZES)
-@pytest.mark.parametrize("name", NAMES)
-@pytest.mark.parametrize("dtype", DTYPES)
+@each({"size": SIZES, "name": NAMES, "dtype": DTYPES})
 def test_near_fp64_and_the_twin_and_row_by_row(level: str, dtype: torch.dtype, name: str, size: int) -> None:
     case = cases(size, dtype)[name]
     x = draw(70, size, dtype=dtype, seed=5) * 3
@@ -103,20 +101,14 @@ def check_rows(case: Case, x: Tensor, ours: Callable[[Tensor], Tensor]) -> None:
     assert found[3].isnan().all()
 
 
-@pytest.mark.pairs
-@pytest.mark.parametrize("size", SIZES)
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("function", GATED, ids=lambda f: f.name)
+@each({"size": SIZES, "dtype": DTYPES, "function": GATED})
 def test_gated_activations(level: str, function: Epilogue, dtype: torch.dtype, size: int) -> None:
     error = 2e-6 if function is Epilogue.SILU_MUL else 1e-5  # erf's and tanh's, times the second half
     case = Case(activation.FUNCTIONS[function], FUNCTIONS[function], error)
     check_rows(case, draw(70, 2 * size, dtype=dtype) * 3, lambda rows: elementwise(case.operation, rows))
 
 
-@pytest.mark.pairs
-@pytest.mark.parametrize("size", SIZES)
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("norm", ["rms", "layer"])
+@each({"size": SIZES, "dtype": DTYPES, "norm": ["rms", "layer"]})
 def test_sum_and_its_norm(level: str, norm: str, dtype: torch.dtype, size: int) -> None:
     """The residual stream: both the norm of the sum, and the sum."""
     x, residual, weight = (draw(19, size, dtype=dtype, seed=seed) for seed in range(3))
@@ -173,10 +165,7 @@ def embedded(index: Any, table: Any) -> Any:
     return ops.embedding(index, table)
 
 
-@pytest.mark.pairs
-@pytest.mark.parametrize("size", SIZES)
-@pytest.mark.parametrize("type", DENSE)
-@pytest.mark.parametrize("dtype", DTYPES)
+@each({"size": SIZES, "type": DENSE, "dtype": DTYPES})
 def test_embedding(level: str, dtype: torch.dtype, type: Type, size: int) -> None:
     table, ids = packed(draw(50, size), type), torch.randint(0, 50, (41,), generator=torch.Generator().manual_seed(0))
     positions = torch.arange(41) + 4
@@ -195,8 +184,7 @@ def test_embedding(level: str, dtype: torch.dtype, type: Type, size: int) -> Non
         assert torch.equal(lookup(False), rows[ids])
 
 
-@pytest.mark.parametrize("type", DENSE)
-@pytest.mark.parametrize("dtype", DTYPES)
+@each({"type": DENSE, "dtype": DTYPES})
 def test_a_row_beyond_the_table_is_zeros(level: str, dtype: torch.dtype, type: Type) -> None:
     """Never foreign memory, on whichever side of the table: here an unreadable page follows it."""
     table = packed(draw(50, 40), type)
@@ -215,10 +203,13 @@ def test_a_row_beyond_the_table_is_zeros(level: str, dtype: torch.dtype, type: T
     assert not found[[0, 2]].any()
 
 
-@pytest.mark.pairs
-@pytest.mark.parametrize(("head_dim", "rotary_dim"), [(8, 8), (40, 20), (64, 64), (80, 6), (128, 128), (256, 64)])
-@pytest.mark.parametrize("norms", [False, True])
-@pytest.mark.parametrize("dtype", DTYPES)
+@each(
+    {
+        ("head_dim", "rotary_dim"): [(8, 8), (40, 20), (64, 64), (80, 6), (128, 128), (256, 64)],
+        "norms": [False, True],
+        "dtype": DTYPES,
+    }
+)
 def test_queries_are_normed_and_rotated_in_place(
     level: str, dtype: torch.dtype, norms: bool, head_dim: int, rotary_dim: int
 ) -> None:

@@ -19,6 +19,7 @@ from native_cases import (
     packed,
     product_error,
 )
+from sweeping import each
 from torch import Tensor
 from unpacking import unpacked
 
@@ -55,10 +56,7 @@ def test_equals_fp64_and_no_row_depends_on_another(
 FUNCTION_SIZES = [(f, n) for f in Epilogue for n in ((32, 96, 40, 14) if f in GATED else (45,))]
 
 
-@pytest.mark.pairs
-@pytest.mark.parametrize(("function", "features"), FUNCTION_SIZES)
-@pytest.mark.parametrize("type", DENSE)
-@pytest.mark.parametrize("dtype", DTYPES)
+@each({("function", "features"): FUNCTION_SIZES, "type": DENSE, "dtype": DTYPES})
 def test_bias_activation_and_residual(
     level: str, dtype: torch.dtype, type: Type, function: Epilogue, features: int
 ) -> None:
@@ -102,8 +100,7 @@ def test_rows_apart_from_each_other(level: str, dtype: torch.dtype, rows: int) -
     assert (room[:, 26:] == 7).all()
 
 
-@pytest.mark.parametrize("type", DENSE)
-@pytest.mark.parametrize("threads", [2, 3, 7])
+@each({"type": DENSE, "threads": [2, 3, 7]})
 def test_blocks_that_no_number_of_threads_divides(level: str, type: Type, threads: int) -> None:
     matrix, x = packed(draw(16 * 37 - 5, 64), type), draw(200, 64, dtype=torch.bfloat16)
     product = Product(matrix, torch.bfloat16)
@@ -121,8 +118,7 @@ def test_the_output_may_be_the_residual(level: str, dtype: torch.dtype) -> None:
     assert torch.equal(residual, expected)
 
 
-@pytest.mark.pairs
-@pytest.mark.parametrize("type", DENSE)
+@each({"type": DENSE})
 def test_the_output_may_be_the_input(level: str, type: Type) -> None:
     """No thread reads a row then that another one has written."""
     matrix = packed(draw(320, 320), type)
@@ -135,10 +131,7 @@ def test_the_output_may_be_the_input(level: str, type: Type) -> None:
             assert torch.equal(x, expected), rows
 
 
-@pytest.mark.pairs
-@pytest.mark.parametrize("type", DENSE)
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("rows", [3, 16, 40])
+@each({"type": DENSE, "dtype": DTYPES, "rows": [3, 16, 40]})
 def test_nan_and_infinity_stay_in_their_rows(level: str, dtype: torch.dtype, type: Type, rows: int) -> None:
     matrix = packed(draw(50, 45), type)
     x = draw(rows, 45, dtype=dtype)
@@ -156,8 +149,7 @@ def test_nan_and_infinity_stay_in_their_rows(level: str, dtype: torch.dtype, typ
     assert torch.equal(found[2].isinf() * found[2].sign(), expected.isinf() * expected.sign())
 
 
-@pytest.mark.parametrize("type", DENSE)
-@pytest.mark.parametrize("dtype", DTYPES)
+@each({"type": DENSE, "dtype": DTYPES})
 def test_no_rows(level: str, dtype: torch.dtype, type: Type) -> None:
     assert Product(packed(draw(5, 8), type), dtype)(torch.empty(0, 8, dtype=dtype)).shape == (0, 5)
 

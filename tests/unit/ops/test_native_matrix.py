@@ -3,6 +3,7 @@
 import pytest
 import torch
 from native_cases import DENSE, SHAPES, Threads, at_page_end, draw, packed
+from sweeping import each
 from torch import Tensor
 from unpacking import unpacked
 
@@ -24,9 +25,7 @@ def expanded(codes: Tensor, scales: Tensor) -> Tensor:
     return (codes * scales.repeat_interleave(32, 1)[:, : codes.shape[1]]).bfloat16().float()
 
 
-@pytest.mark.pairs
-@pytest.mark.parametrize("shape", SHAPES, ids=str)
-@pytest.mark.parametrize("source", SOURCES)
+@each({"shape": SHAPES, "source": SOURCES})
 def test_what_comes_out_is_what_the_twins_keep(level: str, source: torch.dtype, shape: tuple[int, int]) -> None:
     dense = at_page_end(draw(*shape, dtype=source) * 0.1)
     assert torch.equal(unpacked(packed(dense, Type.F32)), dense.float())
@@ -109,10 +108,7 @@ def test_rows_of_zeros_and_ends_of_the_range(level: str, type: Type) -> None:
     assert found[2, 5] == (pytest.approx(1e-12, rel=0.01) if type is Type.I4 else 0)
 
 
-@pytest.mark.pairs
-@pytest.mark.parametrize("type", DENSE)
-@pytest.mark.parametrize("broken", [torch.nan, torch.inf, -torch.inf])
-@pytest.mark.parametrize("place", [0, 5, 38])
+@each({"type": DENSE, "broken": [torch.nan, torch.inf, -torch.inf], "place": [0, 5, 38]})
 def test_a_broken_weight_shows(level: str, type: Type, broken: float, place: int) -> None:
     dense = draw(3, 40)
     dense[1, place] = broken

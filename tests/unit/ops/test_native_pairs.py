@@ -20,6 +20,7 @@ from native_cases import (
     packed,
     product_error,
 )
+from sweeping import each
 from test_native_blocks import BLOCKS, OWN, blocks_of, matrix_of, reference
 from torch import Tensor
 from unpacking import unpacked
@@ -77,9 +78,7 @@ def test_which_matrices_are_in_pairs() -> None:
         assert not is_paired(level, dtype, type)
 
 
-@pytest.mark.pairs
-@pytest.mark.parametrize("shape", SHAPES, ids=str)
-@pytest.mark.parametrize("type", MADE)
+@each({"shape": SHAPES, "type": MADE})
 def test_the_numbers_are_those_of_the_other_order(level: str, type: Type, shape: tuple[int, int]) -> None:
     dense = draw(*shape, dtype=BF16, seed=1) * 3
     dense[-1, -1] = -7.0
@@ -90,7 +89,7 @@ def test_the_numbers_are_those_of_the_other_order(level: str, type: Type, shape:
             assert torch.equal(paired.scales, plain.scales)
 
 
-@pytest.mark.parametrize("type", KEPT)
+@each({"type": KEPT})
 def test_so_are_those_of_blocks(level: str, type: Type) -> None:
     """Also where rows begin within blocks of 16; every level makes the same bytes of them."""
     cols = 704 if type in OWN else 768
@@ -207,8 +206,7 @@ class TestProducts:
         assert found[0, 0] == third
         assert abs(found[0, 1] - 2 * third) <= 3000 * 2.0**-14
 
-    @pytest.mark.parametrize("type", [*MADE, Type.Q8_0, Type.Q4_K])
-    @pytest.mark.parametrize("rows", [3, 16, 40])
+    @each({"type": [*MADE, Type.Q8_0, Type.Q4_K], "rows": [3, 16, 40]})
     def test_nan_and_infinity_stay_in_their_rows(self, type: Type, rows: int) -> None:
         make = packed(draw(50, 256), type, paired=True) if type in MADE else None
         matrix = make or matrix_of(blocks_of(type, 50, 256), type, 256, paired=True)
@@ -222,9 +220,7 @@ class TestProducts:
         assert found[1].isnan().all()
         assert not found[2].isfinite().any()
 
-    @pytest.mark.parametrize("broken", [torch.nan, torch.inf])
-    @pytest.mark.parametrize("type", MADE)
-    @pytest.mark.parametrize("rows", [1, 9])
+    @each({"broken": [torch.nan, torch.inf], "type": MADE, "rows": [1, 9]})
     def test_a_broken_weight_shows(self, type: Type, broken: float, rows: int) -> None:
         dense = draw(20, 70)
         dense[3, 65] = broken
@@ -247,8 +243,7 @@ class TestProducts:
         # Two units whose product is no normal number make nothing.
         torch.testing.assert_close(found[near], exact[near], rtol=1e-6, atol=2.0**-113)
 
-    @pytest.mark.parametrize("function", Epilogue)
-    @pytest.mark.parametrize("type", MADE)
+    @each({"function": Epilogue, "type": MADE})
     def test_bias_activation_and_residual(self, type: Type, function: Epilogue) -> None:
         for features in (32, 96) if function in GATED else (45, 16):
             dense = draw(features, 70, seed=1) * 0.2

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 from native_cases import DTYPES, EPSILON, Product, Threads, assert_near, draw, elementwise, packed, run
+from sweeping import each
 from torch import Tensor
 from unpacking import unpacked
 
@@ -54,8 +55,7 @@ def test_a_value_is_gone_once_it_is_fused(level: str) -> None:
         builder.add(x, product)
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("seed", range(8))
+@each({"dtype": DTYPES, "seed": range(8)})
 def test_values_live_as_long_as_they_are_needed(level: str, dtype: torch.dtype, seed: int) -> None:
     """Random programs, whose values outlive each other in every order, against the same in fp64."""
     rng = random.Random(seed)
@@ -336,8 +336,7 @@ def test_recording_is_checked(level: str, record: Callable[[Any], object], messa
 # ---- host instructions, several outputs
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("seed", range(6))
+@each({"dtype": DTYPES, "seed": range(6)})
 def test_host_functions_anywhere_change_nothing(level: str, dtype: torch.dtype, seed: int) -> None:
     """Random programs, with a host function in place of some operations, and with native kernels only."""
 

@@ -8,6 +8,7 @@ from itertools import count, takewhile
 import pytest
 import torch
 from native_cases import Product, Threads, draw, packed
+from sweeping import each
 
 from quire.ops.native.library import Target, library, loaded_library
 from quire.ops.native.matrix import PackedMatrix, row_bytes, weight_format
@@ -46,8 +47,7 @@ def matrix_of(type: Type, features: int, cols: int) -> PackedMatrix:
     return matrix
 
 
-@pytest.mark.parametrize("type", TYPES)
-@pytest.mark.parametrize(("features", "cols"), [(40, 2560), (400, 512), (21, 256)], ids=str)
+@each({"type": TYPES, ("features", "cols"): [(40, 2560), (400, 512), (21, 256)]})
 def test_all_ways_have_the_same_bits(
     level: str, choose: Callable[[int], int], type: Type, features: int, cols: int
 ) -> None:

@@ -3,6 +3,7 @@
 import pytest
 import torch
 import torch.nn.functional as F
+from sweeping import each
 from torch import Tensor
 
 from quire import ops
@@ -71,10 +72,7 @@ NAMES = [
 POSITION_DEPENDENT = ("rotary",)
 
 
-@pytest.mark.pairs
-@pytest.mark.parametrize("name", NAMES)
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("size", SIZES)
+@each({"name": NAMES, "dtype": DTYPES, "size": SIZES})
 def test_values_and_independence_of_rows(name: str, dtype: torch.dtype, size: int) -> None:
     ours, theirs = rowwise(name, size, dtype)
     x = draw(70, size, dtype=dtype, seed=5) * 3

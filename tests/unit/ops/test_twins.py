@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 import torch
 from native_cases import DTYPES, EPSILON, at_page_end, draw, packed, run
+from sweeping import each
 from torch import Tensor
 
 from quire import ops
@@ -66,10 +67,7 @@ def close(found: Tensor, expected: Tensor) -> None:
     assert ((found.double() - expected.double()).abs() <= bound).all()
 
 
-@pytest.mark.pairs
-@pytest.mark.parametrize("size", [2, 6, 32, 100, 258])
-@pytest.mark.parametrize("name", SHAPES)
-@pytest.mark.parametrize("dtype", DTYPES)
+@each({"size": [2, 6, 32, 100, 258], "name": SHAPES, "dtype": DTYPES})
 def test_recorded_is_computed(level: str, dtype: torch.dtype, name: str, size: int) -> None:
     operation = OPERATIONS[name]
     count, others = SHAPES[name](size, dtype)
