@@ -13,7 +13,7 @@ from quire import LLM, SamplingParams
 from quire.errors import ConfigError, QuireError
 from quire.ops.native.library import TORCH
 
-NUM_PROMPTS, PROMPT_LEN = 16, 400
+NUM_PROMPTS, PROMPT_LEN = 8, 400
 
 
 class Reading(NamedTuple):

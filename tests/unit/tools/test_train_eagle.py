@@ -46,7 +46,7 @@ def test_drafts_in_a_row_are_taught_as_they_are_drafted(script: ModuleType) -> N
 @pytest.mark.slow
 def test_a_short_training_makes_a_head_that_the_engine_takes(script: ModuleType, tmp_path: Path) -> None:
     kind = "eagle3"
-    script.main([kind, "--out", str(tmp_path), "--texts", "90", "--seconds", "2", "--at-most", "20", "--rows", "2"])
+    script.main([kind, "--out", str(tmp_path), "--texts", "70", "--seconds", "0.5", "--at-most", "20", "--rows", "2"])
     assert (tmp_path / "model.safetensors").stat().st_size < 1_000_000
     speculative = {"method": kind, "model": str(tmp_path), "num_speculative_tokens": 2, "adaptive": False}
     params = SamplingParams(temperature=0, max_tokens=8)
