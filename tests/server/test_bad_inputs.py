@@ -401,13 +401,14 @@ def test_every_row_has_a_line() -> None:
     assert rows == list(known)
 
 
+def _marks(case: Case) -> tuple[pytest.MarkDecorator, ...]:
+    """A bomb takes the seconds that it is given, in a chat as in a completion."""
+    is_bomb = "bomb" in case.name
+    return (pytest.mark.slow,) * is_bomb + (pytest.mark.nightly,) * (is_bomb and b"/chat/" in case.request)
+
+
 @pytest.mark.parametrize(
-    "case",
-    [
-        # A bomb takes the seconds that it is given.
-        pytest.param(c, id=f"{c.row.split(';')[0]}: {c.name}", marks=pytest.mark.slow if "bomb" in c.name else ())
-        for c in CASES
-    ],
+    "case", [pytest.param(c, id=f"{c.row.split(';')[0]}: {c.name}", marks=_marks(c)) for c in CASES]
 )
 def test_refused(case: Case, server: RunningServer, guarded: RunningServer, expected: dict[int, Any]) -> None:
     where = guarded if case.on_guarded else server
