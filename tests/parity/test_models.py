@@ -81,7 +81,7 @@ def test_greedy_tokens(saved, name: str, kernels: str) -> None:
     assert len(set(tokens)) > 3, "so repetitive a text would hide errors"
 
 
-@pytest.mark.pairs
+@pytest.mark.sweep
 @pytest.mark.parametrize("name", tiny.FAMILIES)
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_bits_do_not_depend_on_the_batch(saved, name: str, dtype: str, kernels: str) -> None:

@@ -96,6 +96,7 @@ def check_reduced(directory: Path, home: Path, size: int, **options: Any) -> Non
         torch.testing.assert_close(first, expected, rtol=1e-4, atol=1e-4)
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("name", ["llama", *(pytest.param(name, marks=pytest.mark.slow) for name in CASES[1:])])
 def test_ranks_that_reduce(saved: Callable[[str], Path], tmp_path: Path, kernels: str, dtype: str, name: str) -> None:
@@ -125,6 +126,7 @@ def check(directory: Path, home: Path, size: int, **options: Any) -> None:
         assert torch.equal(found, expected)
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("name", ["llama", *(pytest.param(name, marks=pytest.mark.slow) for name in CASES[1:])])
 def test_two_ranks_compute_what_one_does(

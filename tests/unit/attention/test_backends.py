@@ -46,7 +46,7 @@ def test_head_sizes(backend: Backend, head_dim: int, dtype: torch.dtype) -> None
         assert torch.equal(one, two)
 
 
-@pytest.mark.pairs
+@pytest.mark.sweep
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(
     ("heads", "window"), [((4, 4), None), ((4, 2), None), ((7, 1), None), ((24, 1), None), ((4, 2), 30), ((7, 1), 64)]
@@ -107,7 +107,7 @@ SCORES: list[dict[str, Any]] = [
 ]
 
 
-@pytest.mark.pairs
+@pytest.mark.sweep
 @pytest.mark.parametrize("options", SCORES, ids=["softcap", "sinks", "both, and a window"])
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("magnitude", [1.0, 30.0])
@@ -125,7 +125,7 @@ def test_softcaps_and_sinks(backend: Backend, options: dict[str, Any], dtype: to
         assert all(torch.equal(one, two) for one, two in zip(expected, found, strict=True)), name
 
 
-@pytest.mark.pairs
+@pytest.mark.sweep
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(("window", "size"), [(100, 16), (100, 32), (64, 64), (65, 32), (300, 128), (1100, 32)])
 @pytest.mark.parametrize("chunk", [1, 33, 200])

@@ -34,7 +34,7 @@ DTYPES = [torch.float32, torch.bfloat16]
 HEADS = [(4, 4), (4, 2), (7, 1), (24, 1)]
 
 
-@pytest.mark.pairs
+@pytest.mark.sweep
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(("heads", "window"), [*((h, None) for h in HEADS), ((4, 2), 30)])
 @pytest.mark.parametrize("head_dim", [8, 40, 128])
