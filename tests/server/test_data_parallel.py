@@ -114,7 +114,9 @@ def test_restart_loses_no_request_and_no_limit(pair: RunningServer) -> None:
     assert pair.post("/admin/engines/7/restart", {}).status == 400
 
 
-@pytest.mark.parametrize(("number", "busy"), [(signal.SIGKILL, True), (signal.SIGSTOP, False)])
+@pytest.mark.parametrize(
+    ("number", "busy"), [(signal.SIGKILL, True), pytest.param(signal.SIGSTOP, False, marks=pytest.mark.nightly)]
+)
 def test_an_engine_breaks_alone(pair: RunningServer, number: int, busy: bool) -> None:
     wait_up(pair)
     victim = min(engines_of(pair))

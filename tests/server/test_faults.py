@@ -25,7 +25,7 @@ from typing import Any
 
 import pytest
 from client import Address, Connection, Footprint, ask, engine_state, error_at_the_end, events, http, run, until_idle
-from serving import RunningServer, command_line, live_processes, wait_until
+from serving import START_SECONDS, RunningServer, command_line, live_processes, wait_until
 
 import quire
 
@@ -103,7 +103,7 @@ SIGNALS = [signal.SIGTERM, pytest.param(signal.SIGINT, marks=pytest.mark.nightly
 @pytest.mark.parametrize("number", SIGNALS)
 def test_signal_while_loading(tmp_path: Path, sockets: dict[str, str], number: int) -> None:
     """At whatever moment it comes, nothing is left, and the log has no stack trace."""
-    for delay in (0.0, 0.2, 0.5, 1.0):
+    for delay in (0.0, 0.2, 0.7):
         log = tmp_path / f"log{delay}"
         with log.open("wb") as output:
             process = subprocess.Popen(
@@ -234,9 +234,9 @@ def test_stop_and_go(start_server: Starter) -> None:
     server = start_server("--step-timeout", "1")
 
     async def scenario() -> None:
-        streams = await begin_all(server, count=1, n=4)
+        streams = await begin_all(server, count=1, n=2)
         server.signal(signal.SIGSTOP)
-        await asyncio.sleep(3)
+        await asyncio.sleep(2)
         server.signal(signal.SIGCONT)
         assert events(await streams[0].rest())[-2]["choices"][0]["finish_reason"] == "length"
 
@@ -284,14 +284,14 @@ def test_engine_is_killed_while_idle(start_server: Starter) -> None:
     server = start_server()
     os.kill(engine_of(server), signal.SIGKILL)
     assert_gone(server, codes=(1,))
-    assert "error:" in server.log()
+    assert "error: the engine is dead" in server.log()
 
 
 def test_engine_hangs(start_server: Starter, sockets: dict[str, str]) -> None:
     """Stopped for good: the server gives it --step-timeout, and kills it then."""
-    server = start_server("--step-timeout", "2", env=sockets)
+    server = start_server("--step-timeout", "1", env=sockets)
     engine = engine_of(server)
-    seconds = run(everyone_is_told(server, lambda: os.kill(engine, signal.SIGSTOP), patience=2), 60)
+    seconds = run(everyone_is_told(server, lambda: os.kill(engine, signal.SIGSTOP), patience=1), 60)
     print(f"\n  told in {seconds:.2f} s")
     assert_gone(server, codes=(1,), seconds=20)
     assert_empty(sockets)
@@ -337,8 +337,8 @@ def sabotaged(tmp_path: Path, text: str) -> dict[str, str]:
 def test_step_fails(start_server: Starter, tmp_path: Path, engine: str, fault: str) -> None:
     """A step raises, runs out of memory, breaks the scheduler, ends the process without an error, or never returns."""
     env = sabotaged(tmp_path, SABOTAGE.replace("FAULT", fault))
-    server = start_server("--step-timeout", "2", "--engine", engine, env=env)
-    run(everyone_is_told(server, lambda: None, patience=2), 60)
+    server = start_server("--step-timeout", "1", "--engine", engine, env=env)
+    run(everyone_is_told(server, lambda: None, patience=1), 60)
     assert_gone(server, codes=(1,), seconds=20)
     assert "error: the engine is dead" in server.log()
 
@@ -379,7 +379,7 @@ def test_wall_clock_jumps(start_server: Starter, tmp_path: Path) -> None:
     text = "import random, time; now = time.time; time.time = lambda: now() + random.uniform(-1e6, 1e6)"
     server = start_server("--step-timeout", "1", env=sabotaged(tmp_path, text))
     golden = server.golden()
-    time.sleep(2.5)
+    time.sleep(1.5)
     assert server.golden() == golden
     assert server.metrics()["vllm:e2e_request_latency_seconds_sum"] < 60
 
@@ -387,7 +387,7 @@ def test_wall_clock_jumps(start_server: Starter, tmp_path: Path) -> None:
 # The server dies.
 
 
-@pytest.mark.parametrize("busy", [False, True])
+@pytest.mark.parametrize("busy", [pytest.param(False, marks=pytest.mark.nightly), True])
 def test_server_is_killed(start_server: Starter, sockets: dict[str, str], busy: bool) -> None:
     """Its engine leaves by itself, and takes the sockets along; so do the processes that render templates."""
     server = start_server("--trust-request-chat-template", env=sockets)
@@ -450,7 +450,7 @@ def test_nothing_is_left_of_a_client_that_is_killed_as_it_makes_its_directory(so
 def failed_start(*arguments: str, env: dict[str, str] | None = None) -> tuple[int, str]:
     """Exit code and log of `quire serve` that does not come up."""
     command = [sys.executable, "-m", "quire", "serve", *arguments, "--host", "127.0.0.1"]
-    done = subprocess.run(command, env=os.environ | (env or {}), capture_output=True, timeout=60)
+    done = subprocess.run(command, env=os.environ | (env or {}), capture_output=True, timeout=START_SECONDS)
     log = (done.stdout + done.stderr).decode()
     *_, last = log.splitlines()
     assert last.startswith("error: "), log
@@ -462,8 +462,8 @@ def test_port_is_taken(server: RunningServer) -> None:
     """Said before the model is loaded."""
     code, log = failed_start("demo", "--port", str(server.port))
     assert code == 1
-    assert str(server.port) in log
-    assert "loading" not in log
+    assert log.startswith(f"error: can't listen on 127.0.0.1 port {server.port}: Address already in use.")
+    assert len(log.splitlines()) == 1
 
 
 def _truncated(data: bytes) -> bytes:
@@ -498,8 +498,8 @@ CORRUPTIONS: dict[str, Callable[[bytes], bytes]] = {
 }
 
 
-# Of each kind of damage one; the others each night.
-ALWAYS = ("truncated", "header beyond the end", "lying shape", "missing tensor")
+# Of the file one, and of what it holds; the others each night.
+ALWAYS = ("truncated", "missing tensor")
 
 
 @pytest.mark.parametrize(
@@ -516,9 +516,12 @@ def test_corrupt_weights(tmp_path: Path, name: str) -> None:
     assert "model.safetensors" in log or "tensor" in log
 
 
-@pytest.mark.parametrize("file", ["config.json", "tokenizer.json"])
+BROKEN = [(file, content) for file in ("config.json", "tokenizer.json") for content in (b"{", b"[]", b"", b"\xff\xfe")]
+
+
 @pytest.mark.parametrize(
-    "content", [b"{", b"[]", *(pytest.param(c, marks=pytest.mark.nightly) for c in (b"", b"\xff\xfe"))]
+    ("file", "content"),
+    [pytest.param(*case, marks=() if i in (0, 5) else pytest.mark.nightly) for i, case in enumerate(BROKEN)],
 )
 def test_corrupt_files_beside_the_weights(tmp_path: Path, file: str, content: bytes) -> None:
     model = tmp_path / "model"
@@ -656,7 +659,7 @@ def test_files_run_out(start_server: Starter) -> None:
 
     async def scenario() -> None:
         connections = [await Connection.open(server.port) for _ in range(100)]
-        await asyncio.sleep(2.5)
+        await asyncio.sleep(1.2)  # the loop tries again each second
         for connection in connections:
             connection.close()
         answer = await ask(server.port, "POST", "/v1/completions", {"prompt": "a", "max_tokens": 3})
