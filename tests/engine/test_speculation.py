@@ -98,7 +98,7 @@ def test_drafts_change_no_answer(plain: dict[str, list[Any]], method: str, k: in
         {"dtype": "bfloat16", "num_kv_blocks": 24, "block_size": 16, "max_model_len": 256},
         {"quantization": "int8", "max_num_seqs": 3},
         {"quantization": "int4", "max_num_batched_tokens": 40},
-        {"dtype": "float32", "kernels": "torch"},
+        pytest.param({"dtype": "float32", "kernels": "torch"}, marks=pytest.mark.nightly),
     ],
     ids=lambda o: "-".join(map(str, o.values())),
 )
