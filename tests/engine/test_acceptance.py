@@ -199,24 +199,32 @@ def check_repeated(alone: Any, method: dict[str, Any], way: str) -> None:
 
 @pytest.mark.parametrize(
     ("method", "acceptance", "way"),
-    [("draft_model", "rejection", "late and preempted"), ("ngram", "typical", "late and preempted")],
+    [
+        pytest.param("draft_model", "rejection", "late and preempted", marks=pytest.mark.slow),
+        ("ngram", "typical", "late and preempted"),
+    ],
 )
 def test_answers_repeat(alone: Any, method: str, acceptance: str, way: str) -> None:
     check_repeated(alone, drafting(method, acceptance), way)
 
 
+RULES = [
+    ("draft_model", "rejection"),
+    ("draft_model", "typical"),
+    ("ngram", "typical"),
+    ("suffix", "typical"),
+    ("medusa", "typical"),
+]
+# Every second one, but of nightly runs; two of the others are those of `test_answers_repeat`.
+REPETITIONS = [
+    pytest.param(*rule, way, marks=() if (i + j) % 2 else pytest.mark.nightly)
+    for i, rule in enumerate(RULES)
+    for j, way in enumerate(WAYS)
+]
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("way", WAYS)
-@pytest.mark.parametrize(
-    ("method", "acceptance"),
-    [
-        ("draft_model", "rejection"),
-        ("draft_model", "typical"),
-        ("ngram", "typical"),
-        ("suffix", "typical"),
-        ("medusa", "typical"),
-    ],
-)
+@pytest.mark.parametrize(("method", "acceptance", "way"), REPETITIONS)
 def test_answers_repeat_whatever_the_batch(alone: Any, method: str, acceptance: str, way: str) -> None:
     check_repeated(alone, drafting(method, acceptance), way)
 
