@@ -68,6 +68,7 @@ async def _text(args: Any) -> str:
     return text
 
 
+@pytest.mark.slow
 def test_an_asynchronous_engine_of_them(llm: LLM) -> None:
     import asyncio
 

@@ -42,6 +42,7 @@ def answers(**options: Any) -> list[Any]:
     return [[(c.token_ids, c.logprobs) for c in output.outputs] for output in outputs]
 
 
+@pytest.mark.slow
 def test_two_stages_answer_as_one_process() -> None:
     assert answers(**PP2) == answers()
 

@@ -95,6 +95,7 @@ def check_weights(llm: LLM, other: Path) -> None:
     llm.llm_engine.check_integrity()
 
 
+@pytest.mark.slow
 def test_stats_tell_how_deep_an_engine_sleeps(start: Callable[..., LLM]) -> None:
     """Whoever put it to sleep."""
     llm = start()
@@ -180,6 +181,7 @@ def test_tensors_by_name(start: Callable[..., LLM], other: Path) -> None:
     assert answers(llm) == changed
 
 
+@pytest.mark.slow
 def test_nothing_happens_while_requests_run(start: Callable[..., LLM], other: Path) -> None:
     llm = start()
     llm.llm_engine.add_request("a", PROMPTS[0], GREEDY)

@@ -21,6 +21,7 @@ assert gc.get_count()[0] < gc.get_threshold()[0] or {disabled}, gc.get_count()  
 """
 
 
-@pytest.mark.parametrize("disabled", [False, pytest.param(True, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("disabled", [False, True])
 def test_the_collector_looks_at_nothing_that_an_import_makes(disabled: bool) -> None:
     subprocess.run([sys.executable, "-c", _LOOKED_AT.format(disabled=disabled)], check=True)

@@ -121,7 +121,7 @@ def test_nothing_before_the_start_is_seen() -> None:
     ("kind", "dtype", "options"),
     [
         pytest.param("triton", torch.float32, {}, marks=pytest.mark.slow),
-        ("triton", torch.bfloat16, OPTIONS["both, and a window"]),
+        pytest.param("triton", torch.bfloat16, OPTIONS["both, and a window"], marks=pytest.mark.slow),
         pytest.param("triton-int8", torch.bfloat16, {"window": 20}, marks=pytest.mark.slow),
     ],
 )
