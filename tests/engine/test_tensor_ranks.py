@@ -30,6 +30,8 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "medusa": {"speculative_config": {"model": "demo-medusa", "method": "medusa", "num_speculative_tokens": 2}},
     "eagle": {"speculative_config": {"model": "demo-eagle", "method": "eagle", "num_speculative_tokens": 2}},
 }
+# What others do as well, within a rank or among several, is for nightly runs.
+_NIGHTLY = ("int8", "ngram", "medusa")
 PROMPTS = ["Once upon a time", "The ship had been at sea for", "Once upon a time there was", "A"]
 
 
@@ -75,7 +77,10 @@ def on_two_ranks(home: Path, options: dict[str, Any], expected: int = 2) -> Sequ
             process.join()
 
 
-@pytest.mark.parametrize("name", ["plain", *(pytest.param(name, marks=pytest.mark.slow) for name in list(OPTIONS)[1:])])
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=pytest.mark.nightly if name in _NIGHTLY else ()) for name in OPTIONS]
+)
 def test_two_ranks_answer_as_one(tmp_path: Path, name: str) -> None:
     if name != "torch" and levels() == [TORCH]:
         pytest.skip("needs the compiled kernels")
