@@ -309,8 +309,11 @@ def _child_of(llm: AsyncLLM) -> subprocess.Popen[bytes]:
 
 
 @pytest.mark.parametrize("number", [signal.SIGKILL, pytest.param(signal.SIGSTOP, marks=pytest.mark.slow)])
-def test_an_engine_that_dies_or_hangs_is_noticed_by_all_who_wait(number: signal.Signals) -> None:
-    llm = AsyncLLM.from_engine_args(ARGS, options=AsyncOptions(log_level="error", step_timeout=2.0))
+def test_an_engine_that_dies_or_hangs_is_noticed_by_all_who_wait(
+    number: signal.Signals, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("quire.engine.clients.process.CLOSE_SECONDS", 0.1)  # which would be waited for in vain
+    llm = AsyncLLM.from_engine_args(ARGS, options=AsyncOptions(log_level="error", step_timeout=1.0))
     directory = llm._client._directory  # type: ignore[attr-defined]
 
     async def wait() -> None:
@@ -358,7 +361,7 @@ def test_a_snapshot_has_those_with_a_mark_whoever_comes_first(engine: Engine, mo
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("busy", [False, True])
+@pytest.mark.parametrize("busy", [pytest.param(False, marks=pytest.mark.nightly), True])
 def test_the_engine_goes_when_its_parent_is_killed(busy: bool) -> None:
     script = f"""
         import asyncio

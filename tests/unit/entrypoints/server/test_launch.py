@@ -127,7 +127,10 @@ def test_what_is_left_ends_with_an_error(make_state: State, async_llm: Any, time
     assert answer.endswith(b"data: [DONE]\n\n\r\n0\r\n\r\n")
 
 
-def test_a_reader_that_is_too_slow_does_not_hold_up_the_end(make_state: State, async_llm: Any) -> None:
+def test_a_reader_that_is_too_slow_does_not_hold_up_the_end(
+    make_state: State, async_llm: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(launch, "_FLUSH_SECONDS", 0.2)
     async_llm.words = ["x" * 100_000] * 1000
 
     async def story() -> None:

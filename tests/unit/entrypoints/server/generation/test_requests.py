@@ -332,7 +332,7 @@ def test_unknown_fields_cannot_fill_the_log(client: TestClient, caplog: pytest.L
     names = [f"{'x' * 30}{i}" for i in range(2000)]
     answer = client.post(COMPLETIONS, json=PLAIN[COMPLETIONS] | dict.fromkeys(names, 1))
     assert len(answer.headers["x-quire-warnings"]) < 500
-    for start in range(0, 2000, 20):
+    for start in range(0, 1200, 20):
         client.post(COMPLETIONS, json=PLAIN[COMPLETIONS] | dict.fromkeys(names[start : start + 20], 1))
     assert len(caplog.records) <= 51
     assert all(len(message) < 500 for message in caplog.messages)
