@@ -17,7 +17,7 @@ from serving import RunningServer
 
 pytestmark = pytest.mark.slow
 
-NUM_EXAMPLES = 1000 if os.environ.get("QUIRE_NIGHTLY") else 25  # for each operation and mode
+NUM_EXAMPLES = 1000 if os.environ.get("QUIRE_NIGHTLY") else 16  # for each operation and mode
 CHECKS = [
     checks.not_a_server_error,
     checks.status_code_conformance,

@@ -181,7 +181,7 @@ def test_draws_what_the_host_draws_with_two_steps_in_flight(seed, vocab, dtype, 
 
 
 @pytest.mark.slow
-@settings(no_deadline, max_examples=60 if os.environ.get("QUIRE_NIGHTLY") == "1" else 8)
+@settings(no_deadline, max_examples=60 if os.environ.get("QUIRE_NIGHTLY") == "1" else 5)
 @given(seeds, vocabs | st.sampled_from([511, 8193, 20_011]), dtypes, st.integers(1, 4), st.integers(1, 4))
 def test_draws_what_the_host_draws_for_longer(seed, vocab, dtype, num_rows, num_steps) -> None:
     compare(seed, vocab, dtype, num_rows, num_steps)

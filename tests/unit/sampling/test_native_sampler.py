@@ -119,7 +119,7 @@ vocabs = st.integers(1, 50) | st.sampled_from([511, 512, 513, 1024, 1025, 3001, 
 dtypes = st.sampled_from([torch.float32, torch.bfloat16])
 
 
-@settings(same_level, max_examples=150)
+@settings(same_level, max_examples=80)
 @given(seeds, vocabs, dtypes, st.integers(1, 5), st.sampled_from([1, 2]))
 def test_native_and_numpy_are_equal_step_after_step(level, seed, vocab, dtype, num_rows, num_threads) -> None:
     logits, states, num_samples = batch(seed, vocab, dtype, num_rows)
@@ -189,7 +189,7 @@ def test_prompt_logprobs_are_equal(level: str, seed: int, vocab: int, dtype: tor
 
 
 @pytest.mark.slow
-@settings(same_level, max_examples=30)
+@settings(same_level, max_examples=12)
 @given(seeds, st.sampled_from([1, 30, 600, 20_011]), dtypes)
 def test_many_draws_are_equal(level: str, seed: int, vocab: int, dtype: torch.dtype) -> None:
     generator = np.random.default_rng(seed)
