@@ -67,7 +67,7 @@ needs_cmake = pytest.mark.skipif(not CMAKE, reason="needs cmake")
 needs_compiler = pytest.mark.skipif(not shutil.which(os.environ.get("CXX", "c++")), reason="needs a C++ compiler")
 
 
-def build(kind: str, into: Path, root: Path = ROOT, **environment: str) -> Path:
+def build(kind: str, into: Path, root: Path = ROOT, /, **environment: str) -> Path:
     """A wheel or an sdist of a checkout. It is the build backend of this environment that builds: no network."""
     code = f"import sys; from scikit_build_core import build; build.build_{kind}(sys.argv[1])"
     ours = {name: value for name, value in os.environ.items() if name != "QUIRE_NO_NATIVE"}
