@@ -46,7 +46,7 @@ def todo() -> list[Any]:
     """Prompts and parameters."""
     ids = load_tokenizer(str(Path(quire.__file__).parent / "demo")).encode(TEXT)
     lengths = [9, 17, 32, 50, 64]
-    return [(ids[i % 7 : i % 7 + lengths[i % 5]], params) for i, (_, params) in enumerate(requests(4096))]
+    return [(ids[i % 7 : i % 7 + lengths[i % 5]], params) for i, (_, params) in enumerate(requests(4096, 32))]
 
 
 @pytest.fixture(scope="module")
