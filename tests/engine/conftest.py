@@ -92,6 +92,14 @@ FAMILIES = {
 }
 
 
+@pytest.fixture(scope="session", autouse=True)
+def _patience() -> Iterator[None]:
+    """Grammars are tried for as long as a busy machine takes: what it refuses for that is no answer of the engine's."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("quire.text.grammars.trial._MAX_WAIT", 1000)
+        yield
+
+
 @pytest.fixture(scope="session")
 def family_dirs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     """A directory with nothing but a config.json for each family; load them with load_format="dummy"."""
