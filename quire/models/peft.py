@@ -38,7 +38,8 @@ _NOTHING = (None, False, "none", [], {}, "")
 # Of a tensor: its module, which factor.
 _NAME = re.compile(r"(?:base_model\.model\.)?(.+)\.lora_(?:embedding_)?(A|B)(?:\.default)?(?:\.weight)?")
 # A pattern of modules: what is matched in no time, with few repetitions and alternatives, and no group repeated.
-_PATTERN = re.compile(r"(?!([^*+?]*[*+?]){4})(?!([^|]*\|){9})\^?((\\[.dw]|\[0-9\]|[\w.-])[*+?]?|\(\w+(\|\w+)*\))*\$?")
+_ALTERNATIVE = r"\^?((\\[.dw]|\[[\w-]+\]|[\w.-])[*+?]?|\((\?:)?\w+(\|\w+)*\))*\$?"
+_PATTERN = re.compile(rf"(?!([^*+?]*[*+?]){{4}})(?!([^|]*\|){{9}}){_ALTERNATIVE}(\|{_ALTERNATIVE})*")
 
 
 class AdapterError(InvalidRequestError):

@@ -53,7 +53,11 @@ def test_what_is_refused_is_named(stated: dict[str, Any], message: str, tmp_path
 
 
 @pytest.mark.parametrize(
-    "pattern", [NAME, f"^{NAME}$", r"layers\.0\..*q_proj", "(k_proj|q_proj)", r"layers\.\d+\.self_attn.q_proj"]
+    "pattern",
+    [
+        *(NAME, f"^{NAME}$", r"layers\.0\..*q_proj", "(k_proj|q_proj)", r"layers\.\d+\.self_attn.q_proj"),
+        *("v_proj|q_proj", r"^.*\.k_proj$|^.*\.q_proj$", r"layers\.[0-3]\.self_attn\.(?:q_proj|v_proj)"),
+    ],
 )
 def test_patterns_that_are_taken(pattern: str, tmp_path: Path) -> None:
     path = write_adapter(tmp_path, factors({NAME: (8, 8)}, 4, 1), 8, rank_pattern={pattern: 4})
