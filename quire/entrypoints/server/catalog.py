@@ -4,6 +4,7 @@
 """
 
 import logging
+import os
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -108,7 +109,7 @@ def _refuse(args: ServerArgs, engine_args: EngineArgs) -> None:
 def _folders(directory: str) -> list[tuple[str, str]]:
     """Name and path of the models in a folder."""
     path = Path(directory).expanduser()
-    if not path.is_dir():
+    if not os.path.isdir(path):  # nor is a name that is too long
         raise ConfigError(f"models_dir {directory!r} is no folder; give one whose sub-folders are models.")
     found = sorted(entry for entry in path.iterdir() if (entry / "config.json").is_file() or any(entry.glob("*.gguf")))
     if not found:
@@ -121,7 +122,7 @@ def _check_once(models: Sequence[tuple[str, str]]) -> None:
     names: set[str] = set()
     paths: set[str] = set()
     for name, path in models:
-        place = str(Path(path).resolve()) if Path(path).is_dir() else path
+        place = str(Path(path).resolve()) if os.path.isdir(path) else path
         if name in names or place in paths:
             raise ConfigError(f"the model {name!r} is given twice; give each once.")
         names.add(name)

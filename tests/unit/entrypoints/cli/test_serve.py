@@ -261,6 +261,7 @@ def test_several_models(served: list[Any], folder: Path, caplog: pytest.LogCaptu
         ("demo {0}/broken", "config.json"),
         ("demo {0}/alpha --model demo", "named twice"),
         ("--models-dir {0}/nowhere", "is no folder"),
+        (f"--models-dir {{0}}/{'a' * 300}", "is no folder"),
         ("--models-dir {0}/empty", "has no model"),
         ("--models-dir {0}/alpha", "It is a model itself: give it as MODEL"),
         ("--models-dir {0} --served-model-name x", "leave it out"),
