@@ -59,7 +59,7 @@ class Frame:
         headers = [(b"x-request-id", identify(scope))] if args.enable_request_id_headers else []
         if is_anthropic(scope):
             headers.append((b"request-id", identify(scope)))
-        path, shown = route_path(scope), quote(scope["path"])  # with a line break, a client could write log lines
+        path, asked = route_path(scope), scope["path"]  # quoted for the log, or a client could write lines of its own
         counted = path not in _NO_LOAD
 
         async def note_status(message: Message) -> None:
@@ -80,7 +80,7 @@ class Frame:
             if status:  # too late for an answer: the server closes the connection, and logs why
                 raise
             if not isinstance(error, QuireError | HTTPException):
-                logger.exception("%s %s failed", scope["method"], shown)
+                logger.exception("%s %s failed", scope["method"], quote(asked))
             await error_response(error, scope)(scope, receive, note_status)
         finally:
             self._state.num_in_flight -= counted
@@ -89,7 +89,7 @@ class Frame:
                 sizes = _content_length(scope["headers"]), num_sent
                 self._counts.count(scope["method"], status or 500, handler, sizes, seconds)
             if args.logs_requests and path not in (args.disable_access_log_for_endpoints or "").split(","):
-                client = (scope.get("client") or ("-",))[0]
+                client, shown = (scope.get("client") or ("-",))[0], quote(asked)
                 logger.debug("%s %s from %s: %d in %.3f s", scope["method"], shown, client, status, seconds)
 
 
