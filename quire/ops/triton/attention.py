@@ -234,8 +234,7 @@ def _attend(
     first_span, i_begin, i_end = _spans(low, high, part, parts, KEY_TILE, SPAN_TILES)
     highest, total = _first(sinks, head, live)
     weighted = tl.zeros([ROWS, column.shape[0]], tl.float32)
-    peak, mass = tl.full([ROWS], _LOWEST, tl.float32), tl.zeros([ROWS], tl.float32)
-    acc = tl.zeros([ROWS, column.shape[0]], tl.float32)
+    peak, mass, acc = tl.full([ROWS], _LOWEST, tl.float32), tl.zeros([ROWS], tl.float32), tl.zeros_like(weighted)
     for i in range(i_begin, i_end):
         span = first_span + part + i // SPAN_TILES * parts
         key = (span * SPAN_TILES + i % SPAN_TILES) * KEY_TILE + tl.arange(0, KEY_TILE)
@@ -254,10 +253,9 @@ def _attend(
             if parts == 1:
                 highest, total, weighted = _merge(highest, total, weighted, peak, mass, acc)
             else:  # each row's spans are counted from the first that it sees
-                index = span - row_low // SPAN
-                kept = live & (index >= 0) & (span <= tl.maximum(row_low, row_high) // SPAN)
-                to = (place * HEADS + head) * max_spans + index
-                _keep(partial, states, to, column, kept, known, DIM, peak, mass, acc)
+                kept = live & (span >= row_low // SPAN) & (span <= tl.maximum(row_low, row_high) // SPAN)
+                at = (place * HEADS + head) * max_spans + span - row_low // SPAN
+                _keep(partial, states, at, column, kept, known, DIM, peak, mass, acc)
             peak, mass, acc = tl.zeros_like(peak) + _LOWEST, tl.zeros_like(mass), tl.zeros_like(acc)
     if parts == 1:
         _finish(out + ((place * HEADS + head) * DIM)[:, None] + column[None, :], inside, total, weighted)
