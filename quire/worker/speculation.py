@@ -29,10 +29,10 @@ class Speculation:
         judge: draws, where drafts are accepted by a rule.
     """
 
-    def __init__(
-        self, device: Device, proposer: Proposer, pace: Pace | None = None, judge: Judge | None = None
-    ) -> None:
-        self.proposer, self.pace, self.judge, self._device = proposer, pace, judge, device
+    pace: Pace | None = None
+
+    def __init__(self, device: Device, proposer: Proposer, judge: Judge | None = None) -> None:
+        self.proposer, self.judge, self._device = proposer, judge, device
         self._known_seconds = 0.0  # when the last step began, and what it took as far as the pace knows; else 0
         self._num_drafted = 0  # rows that got drafts in it
 
@@ -155,7 +155,7 @@ class Speculation:
         start = self.now()
         proposed = self.proposer.propose(rows, hidden)
         seconds, counts = self.now() - start, [len(drafts) for drafts in proposed]
-        assert max(counts) <= most, f"{max(counts)} drafts, at most {most} are allowed"
+        assert max(counts, default=0) <= most, f"{max(counts)} drafts, at most {most} are allowed"
         if pace is not None:
             pace.drafted(counts, num_read, seconds)
             if self._known_seconds:  # what it reads for its drafts, they must pay for
