@@ -75,6 +75,7 @@ def _products(
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
     EVEN: tl.constexpr,
+    TURNED: tl.constexpr,
     NEIGHBOURS: tl.constexpr,
 ):
     """Rows `order` of `out`; of `x` each is that of SHARED rows of `out`, one after another."""
@@ -90,15 +91,18 @@ def _products(
     rows = tl.load(order + sorted_rows, mask, other=0)
     columns = column * BLOCK_N + tl.arange(0, BLOCK_N)
     here = columns < num_columns
-    columns = tl.where(here, columns, 0)
+    known = tl.where(here, columns, 0)
     a = x + (rows // SHARED).to(tl.int64)[:, None] * size
     weight = tl.multiple_of(tl.load(weights + expert).to(tl.pointer_type(TYPE)), 16)  # type: ignore[arg-type]
-    b = weight + columns.to(tl.int64) * weight_stride
+    b = weight + known.to(tl.int64) * weight_stride
     s = tl.load(scales + expert).to(tl.pointer_type(tl.float32)) if scales is not None else None
     z = tl.load(zeros + expert).to(tl.pointer_type(tl.int8)) if zeros is not None else None
-    g = columns.to(tl.int64) * num_groups
-    sums = multiply(a, mask[:, None], b, s, z, g, size, num_groups, BLOCK_M, BLOCK_N, BLOCK_K, EVEN, CODES, GROUP)
-    sums = finish(sums, None if GROUP else s, None, columns)
+    g = known.to(tl.int64) * num_groups
+    sums = multiply(
+        *(a, mask[:, None], b, s, z, g, size, num_groups),
+        *(BLOCK_M, BLOCK_N, BLOCK_K, EVEN, CODES, GROUP, TURNED),
+    )
+    sums = finish(sums, None if GROUP else s, None, known)
     places = out + rows.to(tl.int64)[:, None] * num_columns + columns[None, :]
     tl.store(places, narrow(sums, out.dtype.element_ty), mask[:, None] & here[None, :])
 
@@ -161,7 +165,7 @@ def _multiply(
     used = min(experts.count, len(order))
     bits = 4 if weight.dtype == torch.uint8 else weight.itemsize * 8
     share = triton.cdiv(len(order), experts.count)  # of an expert, if all get as many
-    tiles = choose(processors(x.device), share, num_columns * max(used, 1), x.itemsize * 8, bits, group > 0)
+    tiles = choose(processors(x.device), share, num_columns * max(used, 1), x.itemsize * 8, bits)
     ends = ((starts.diff() + tiles.block_m - 1) // tiles.block_m).cumsum(0, dtype=torch.int32)
     first_tiles = torch.cat((ends.new_zeros(1), ends))
     tall = min(len(order), triton.cdiv(len(order), tiles.block_m) + used)
@@ -180,6 +184,7 @@ def _multiply(
         BLOCK_N=tiles.block_n,
         BLOCK_K=tiles.block_k,
         EVEN=size % tiles.block_k == 0,
+        TURNED=tiles.turned,
         NEIGHBOURS=NEIGHBOURS,
         num_warps=tiles.num_warps,
         num_stages=tiles.num_stages,

@@ -37,26 +37,28 @@ def multiply(
     EVEN: tl.constexpr,
     CODES: tl.constexpr,
     GROUP: tl.constexpr,
+    TURNED: tl.constexpr,
 ):
     """[BLOCK_M, BLOCK_N] of the rows that begin at `x` [BLOCK_M, 1] and `weight` [BLOCK_N]: fp32, of int8 int32.
 
-    With a GROUP `weight` are codes: `quire.ops.triton.quantized.expand`.
+    With a GROUP `weight` are codes: `quire.ops.triton.quantized.expand`. TURNED: the weights are the left factor.
     """
     dtype: tl.constexpr = x.dtype.element_ty
-    sums = tl.zeros((BLOCK_M, BLOCK_N), tl.int32 if dtype == tl.int8 else tl.float32)
+    sums = tl.zeros((BLOCK_N, BLOCK_M) if TURNED else (BLOCK_M, BLOCK_N), tl.int32 if dtype == tl.int8 else tl.float32)
     for start in range(0, size, BLOCK_K):
-        k = start + tl.arange(0, BLOCK_K)
-        a = tl.load(x + k[None, :], mask if EVEN else mask & (k < size)[None, :], other=0.0)
+        k = (start + tl.arange(0, BLOCK_K))[None, :]
+        a = tl.load(x + k, mask if EVEN else mask & (k < size), other=0.0)
         if GROUP:
             b = expand(
                 weight, scales, zeros, groups, start, size, num_groups, dtype, BLOCK_N, BLOCK_K, EVEN, CODES, GROUP
             )
         elif EVEN:
-            b = tl.load(weight[None, :] + k[:, None])
+            b = widen(tl.load(weight[:, None] + k), dtype)
         else:
-            b = tl.load(weight[None, :] + k[:, None], (k < size)[:, None], other=0.0)
-        sums = tl.dot(a, b, sums, out_dtype=tl.int32) if dtype == tl.int8 else dot(a, widen(b, dtype), sums)
-    return sums
+            b = widen(tl.load(weight[:, None] + k, k < size, other=0.0), dtype)
+        left, right = (b, tl.trans(a)) if TURNED else (a, tl.trans(b))
+        sums = tl.dot(left, right, sums, out_dtype=tl.int32) if dtype == tl.int8 else dot(left, right, sums)
+    return tl.trans(sums) if TURNED else sums
 
 
 @triton.jit
@@ -113,6 +115,7 @@ def _linear(
     EVEN: tl.constexpr,
     CODES: tl.constexpr,
     GROUP: tl.constexpr,
+    TURNED: tl.constexpr,
     DESCRIBED: tl.constexpr,
     NEIGHBOURS: tl.constexpr,
 ):
@@ -122,18 +125,20 @@ def _linear(
         rows = row * BLOCK_M + tl.arange(0, BLOCK_M)
         columns = column * BLOCK_N + tl.arange(0, BLOCK_N)
         here = columns < num_columns
-        columns = tl.where(here, columns, 0)  # a weight that is there; its product is stored nowhere
+        known = tl.where(here, columns, 0)  # a weight that is there; its product is stored nowhere
         mask = (rows < num_rows)[:, None]
         if DESCRIBED:
             sums = multiply_described(x, weight, row * BLOCK_M, column * BLOCK_N, size, BLOCK_M, BLOCK_N, BLOCK_K)
         else:
             a = x + rows.to(tl.int64)[:, None] * x_stride
-            b = weight + columns.to(tl.int64) * weight_stride
-            g = columns.to(tl.int64) * num_groups
+            b = weight + known.to(tl.int64) * weight_stride
+            g = known.to(tl.int64) * num_groups
             sums = multiply(
-                a, mask, b, scales, zeros, g, size, num_groups, BLOCK_M, BLOCK_N, BLOCK_K, EVEN, CODES, GROUP
+                *(a, mask, b, scales, zeros, g, size, num_groups),
+                *(BLOCK_M, BLOCK_N, BLOCK_K, EVEN, CODES, GROUP, TURNED),
             )
-        sums = finish(sums, None if GROUP else scales, bias, columns)
+        sums = finish(sums, None if GROUP else scales, bias, known)
+        # By columns that are known to follow one another: many are stored at once.
         places = out + rows.to(tl.int64)[:, None] * num_columns + columns[None, :]
         tl.store(places, narrow(sums, out.dtype.element_ty), mask & here[None, :])
 
@@ -154,7 +159,7 @@ def quantized_linear(
     if not out.numel():
         return out
     bits = 4 if weight.dtype == torch.uint8 else weight.itemsize * 8
-    tiles = choose(processors(x.device), num_rows, num_columns, x.itemsize * 8, bits, group > 0)
+    tiles = choose(processors(x.device), num_rows, num_columns, x.itemsize * 8, bits)
     described = tiles.described and scales is None and all(map(_is_even, (x, weight)))
     inputs: list[Any] = [x, weight.view(torch.uint8) if group else weight]
     if described:
@@ -170,6 +175,7 @@ def quantized_linear(
         EVEN=size % tiles.block_k == 0,
         CODES=CODES.get(weight.dtype),
         GROUP=group,
+        TURNED=tiles.turned,
         DESCRIBED=described,
         NEIGHBOURS=NEIGHBOURS,
         num_warps=tiles.num_warps,

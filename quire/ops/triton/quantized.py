@@ -51,7 +51,7 @@ def expand(
     CODES: tl.constexpr,
     GROUP: tl.constexpr,
 ):
-    """Columns from `start` on of the rows that begin at `weight` [BLOCK_N], in bytes: [BLOCK_K, BLOCK_N] in `dtype`.
+    """Columns from `start` on of the rows that begin at `weight` [BLOCK_N], in bytes: [BLOCK_N, BLOCK_K] in `dtype`.
 
     groups: where in `scales` and `zeros` those of a row begin [BLOCK_N]. Without zeros all of them are 8, and weights
         are rounded to bf16 whatever `dtype` is.
@@ -71,4 +71,4 @@ def expand(
     codes = tl.reshape(codes, (BLOCK_N, BLOCK_K // SPAN, SPAN))
     values = _numbers(codes, zero[:, :, None], CODES) * scale[:, :, None]
     rounded = narrow(values, BF16 if zeros is None else dtype)
-    return tl.trans(tl.reshape(rounded, (BLOCK_N, BLOCK_K))).to(dtype)
+    return tl.reshape(rounded, (BLOCK_N, BLOCK_K)).to(dtype)
