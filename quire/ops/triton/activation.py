@@ -8,7 +8,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from quire.ops.triton.common import launch, narrow
+from quire.ops.triton.common import begin_kernel, launch, narrow
 
 BLOCK = 1024  # columns of a program
 
@@ -27,6 +27,7 @@ def _function(x, NAME: tl.constexpr):
 
 @triton.jit
 def _activation(x, out, row_stride, size, NAME: tl.constexpr, GATED: tl.constexpr, BLOCK: tl.constexpr):
+    begin_kernel()
     row = tl.program_id(0).to(tl.int64)
     columns = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     mask = columns < size

@@ -19,7 +19,7 @@ import triton.language as tl
 from torch import Tensor
 
 from quire.ops.rope import AttentionSpec
-from quire.ops.triton.common import dot, launch, narrow, widen
+from quire.ops.triton.common import begin_kernel, dot, launch, narrow, widen
 from quire.ops.triton.pages import Pages
 
 KEY_TILE = 64  # keys per tile; tile j holds positions [64 j, 64 j + 64)
@@ -206,6 +206,7 @@ def _attend(
     START: tl.constexpr, CAUSAL: tl.constexpr, CAPPED: tl.constexpr, BLOCK_SIZE: tl.constexpr, MOST: tl.constexpr,
     KEY_TILE: tl.constexpr, SPAN: tl.constexpr,
 ):  # fmt: skip
+    begin_kernel()
     GROUP: tl.constexpr = HEADS // KV_HEADS
     TOKENS: tl.constexpr = ROWS // GROUP
     SPAN_TILES: tl.constexpr = SPAN // KEY_TILE
@@ -268,6 +269,7 @@ def _combine(
     AHEAD: tl.constexpr,
 ):  # fmt: skip
     """Adds the partial results of one token's spans, for the query heads of one KV head."""
+    begin_kernel()
     GROUP: tl.constexpr = HEADS // KV_HEADS
     row, kv_head = tl.program_id(0), tl.program_id(1)
     sequence = _sequence(starts, num_sequences, row, 1, 0)

@@ -3,14 +3,40 @@
 Kernels multiply through `dot` and round through `narrow`: what the interpreter does its own way is dealt with here.
 """
 
+from functools import cache
 from typing import Any
 
 import triton
 import triton.language as tl
 from torch import Tensor
 from triton import knobs
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+from triton.language.target_info import cuda_capability_geq
 
 INTERPRETED = tl.constexpr(bool(knobs.runtime.interpret))
+
+
+@triton.jit
+def begin_kernel():
+    """Every kernel's first line: its programs have come to their places while the kernel before still ran.
+
+    It lets the next kernel's come likewise, and waits until all that was launched before has written what it writes.
+    (Programmatic dependent launch: from Hopper on; `launch` asks for it.)
+    """
+    if INTERPRETED:
+        pass
+    elif cuda_capability_geq(9, 0):
+        gdc_launch_dependents()
+        gdc_wait()
+
+
+@triton.jit
+def fetch(lines):
+    """Have the device bring cache lines to its L2, of what no kernel writes: something to do before `begin_kernel`."""
+    if not INTERPRETED:
+        tl.inline_asm_elementwise(
+            "prefetch.global.L2 [$1]; mov.b32 $0, 0;", "=r,l", [lines], dtype=tl.int32, is_pure=False, pack=1
+        )
 
 
 @triton.jit
@@ -55,4 +81,11 @@ def aligned(x: Tensor) -> Tensor:
 def launch(kernel: Any, grid: tuple[int, ...], *arguments: Any, **constants: Any) -> None:
     """Run `kernel` in a grid of programs, if that has any. Products and sums are not fused unless it says so."""
     if 0 not in grid:
-        kernel[grid](*arguments, **{"enable_fp_fusion": False} | constants)
+        early: dict[str, Any] = {"launch_pdl": True} if _starts_early() else {}
+        kernel[grid](*arguments, **{"enable_fp_fusion": False} | constants | early)
+
+
+@cache
+def _starts_early() -> bool:
+    """Whether kernels may be told to begin before the last one has ended."""
+    return not INTERPRETED and bool(cuda_capability_geq(9, 0))

@@ -5,13 +5,14 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from quire.ops.triton.common import launch
+from quire.ops.triton.common import begin_kernel, launch
 
 BLOCK = 1024  # columns of a program
 
 
 @triton.jit
 def _embedding(ids, table, out, num_rows, row_stride, size, BLOCK: tl.constexpr):
+    begin_kernel()
     place = tl.program_id(0).to(tl.int64)
     row = tl.load(ids + place).to(tl.int64)
     columns = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from quire.ops.experts import Experts
 from quire.ops.experts import mix as reference
-from quire.ops.triton.common import launch, narrow
+from quire.ops.triton.common import begin_kernel, launch, narrow
 from quire.ops.triton.linear import NEIGHBOURS, finish, multiply, place
 from quire.ops.triton.quantized import CODES, group_of
 from quire.ops.triton.tiles import choose, processors
@@ -32,6 +32,7 @@ TYPES = {
 
 @triton.jit
 def _route(scores, weights, chosen, count, TOP_K: tl.constexpr, RENORMALIZE: tl.constexpr, BLOCK: tl.constexpr):
+    begin_kernel()
     row = tl.program_id(0).to(tl.int64)
     experts = tl.arange(0, BLOCK)
     wide = tl.load(scores + row * count + experts, experts < count, other=-float("inf")).to(tl.float32)
@@ -79,6 +80,7 @@ def _products(
     NEIGHBOURS: tl.constexpr,
 ):
     """Rows `order` of `out`; of `x` each is that of SHARED rows of `out`, one after another."""
+    begin_kernel()
     tile, column = place(tl.program_id(0), tall, tl.cdiv(num_columns, BLOCK_N), NEIGHBOURS)
     if tile >= tl.load(first_tiles + COUNT):
         return
@@ -109,6 +111,7 @@ def _products(
 
 @triton.jit
 def _add_up(answers, weights, out, size, TOP_K: tl.constexpr, BLOCK: tl.constexpr):
+    begin_kernel()
     row = tl.program_id(0).to(tl.int64)
     columns = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     total = tl.zeros((BLOCK,), tl.float32)

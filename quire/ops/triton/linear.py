@@ -14,10 +14,11 @@ import triton.language as tl
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from quire.ops.triton.common import dot, launch, narrow, widen
+from quire.ops.triton.common import begin_kernel, dot, fetch, launch, narrow, widen
 from quire.ops.triton.quantized import CODES, expand, group_of
 from quire.ops.triton.tiles import choose, processors
 
+LINES = 8  # of 128 bytes of each row of weights, that few rows' products fetch before what they multiply is there
 NEIGHBOURS = 8  # tiles of rows that are taken together, for each tile of columns
 
 
@@ -118,7 +119,13 @@ def _linear(
     TURNED: tl.constexpr,
     DESCRIBED: tl.constexpr,
     NEIGHBOURS: tl.constexpr,
+    LINES: tl.constexpr,
 ):
+    if TURNED and LINES > 0:
+        first = tl.program_id(0) % tl.cdiv(num_columns, BLOCK_N) * BLOCK_N + tl.arange(0, BLOCK_N)
+        ahead = tl.minimum(first, num_columns - 1).to(tl.int64)[:, None] * weight_stride
+        fetch(weight + ahead + tl.arange(0, LINES)[None, :] * (1024 // weight.dtype.element_ty.primitive_bitwidth))
+    begin_kernel()
     tall, wide = tl.cdiv(num_rows, BLOCK_M), tl.cdiv(num_columns, BLOCK_N)
     for tile in range(tl.program_id(0), tall * wide, tl.num_programs(0)):
         row, column = place(tile, tall, wide, NEIGHBOURS)
@@ -178,6 +185,7 @@ def quantized_linear(
         TURNED=tiles.turned,
         DESCRIBED=described,
         NEIGHBOURS=NEIGHBOURS,
+        LINES=LINES if tiles.turned and weight.stride(0) * weight.itemsize >= 128 * LINES else 0,
         num_warps=tiles.num_warps,
         num_stages=tiles.num_stages,
         enable_fp_fusion=x.dtype == torch.float32,  # every product of a chain with its sum

@@ -9,7 +9,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from quire.ops.triton.common import aligned, launch, narrow
+from quire.ops.triton.common import aligned, begin_kernel, launch, narrow
 
 
 @triton.jit(do_not_specialize=["num_rows"])
@@ -28,6 +28,7 @@ def _norm(
     SUBTRACT_MEAN: tl.constexpr,
     PLUS_ONE: tl.constexpr,
 ):
+    begin_kernel()
     rows = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     columns = tl.arange(0, BLOCK)[None, :]
     mask = (rows < num_rows)[:, None] & (columns < SIZE)

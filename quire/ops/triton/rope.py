@@ -12,7 +12,7 @@ from torch import Tensor
 
 from quire.ops.lora import AdaptedRows, LoraLayer, VirtualRows
 from quire.ops.rope import AttentionSpec
-from quire.ops.triton.common import INTERPRETED, launch, narrow
+from quire.ops.triton.common import INTERPRETED, begin_kernel, launch, narrow
 from quire.ops.triton.pages import Pages
 
 TOKENS = 16  # per program, whatever their number: the tile's shape decides in which order a norm sums
@@ -76,6 +76,7 @@ def _prepare(
     head_stride, eps, FIRST: tl.constexpr, HEADS: tl.constexpr, KV_HEADS: tl.constexpr, DIM: tl.constexpr,
     ROTARY: tl.constexpr, PLUS_ONE: tl.constexpr, TOKENS: tl.constexpr, BLOCK_SIZE: tl.constexpr, MOST: tl.constexpr,
 ):  # fmt: skip
+    begin_kernel()
     head = FIRST + tl.program_id(1)  # of [0, HEADS) queries, then KV_HEADS of keys, then as many of values
     token = (tl.program_id(0) * TOKENS + tl.arange(0, TOKENS))[:, None]
     live = token < num_tokens
