@@ -3,6 +3,8 @@
 The interpreter can't show this: which instructions a tile compiles to, and how they sum, is the device's.
 """
 
+from functools import partial
+
 import pytest
 import torch
 from torch import Tensor
@@ -13,7 +15,6 @@ from quire.layers.linear import Linear, Place
 from quire.layers.mlp import GatedMLP
 from quire.layers.moe import MixtureOfExperts, Routing
 from quire.ops.grouped import expand, pack_int4
-from quire.quantization.base import MatrixShape
 from quire.quantization.coded import Coded
 from quire.quantization.grouped import KEPT
 from quire.quantization.unquantized import Unquantized
@@ -23,7 +24,8 @@ if not torch.cuda.is_available():
 pytest.importorskip("triton")
 
 SHAPES = [(6144, 4096), (4096, 14336), (28672, 4096), (4096, 1024), (1024, 3072), (151936, 1024), (8, 4096), (100, 72)]
-NUM_ROWS = [1, 2, 8, 16, 17, 33, 64, 65, 100, 128, 129, 256, 257, 500, 1000, 2048]
+NUM_ALL = 2048
+NUM_ROWS = [1, 16, 17, 33, 64, 65, 129, 300, 700, 1000]  # with NUM_ALL each kind of tile that these shapes have
 ROUNDING = {torch.bfloat16: 2**-8, torch.float16: 2**-11, torch.float32: 2**-20}
 
 
@@ -53,35 +55,38 @@ def draw(*shape: int, dtype: torch.dtype, seed: int) -> Tensor:
 def test_a_row_is_the_same_among_any_number(kind: str, num_columns: int, size: int) -> None:
     if kind == "fp8" and torch.cuda.get_device_capability() < (8, 9):
         pytest.skip("this GPU has no fp8")
-    dtype = getattr(torch, kind, torch.bfloat16) if kind not in ("int8", "int4", "fp8") else torch.bfloat16
+    is_coded = kind in ("int8", "int4", "fp8")
+    dtype = torch.bfloat16 if is_coded else getattr(torch, kind)
     dense = draw(num_columns, size, dtype=dtype, seed=1) * size**-0.5
-    x, bias = draw(4096, size, dtype=dtype, seed=2), draw(num_columns, dtype=dtype, seed=3)
-    num_all = 4096 if num_columns * size < 2**26 else 2048
-    if kind in ("int8", "int4", "fp8"):
-        method, shape = Coded(kind), MatrixShape(size, num_columns, bias=True)
+    x, bias = draw(NUM_ALL, size, dtype=dtype, seed=2), draw(num_columns, dtype=dtype, seed=3)
+    columns = torch.arange(0, num_columns, max(1, num_columns // 1000), device="cuda")  # all over
+    if is_coded:
         with torch.device("cuda"):
-            weights = method.create_weights(shape, dtype)
-        method.load(weights, shape, "weight", dense, 0)
-        method.load(weights, shape, "bias", bias, 0)
-        dense = method.lookup(weights, shape, torch.arange(num_columns, device="cuda"), torch.float32)
-        dense = dense.to(torch.bfloat16).float() if kind == "int4" else dense
-
-        def run(rows: Tensor) -> Tensor:
-            return method.apply(weights, shape, rows)
+            run = Linear(Place("", Coded(kind), dtype), size, num_columns, bias=True)
+        for slot, loaded in zip(run.checkpoint_slots(""), (dense, bias), strict=True):
+            slot.load(loaded)
+        widened = torch.bfloat16 if kind == "int4" else torch.float32  # as it is multiplied
+        dense = run.method.lookup(run.weights, run.shape, columns, widened)
     else:
+        run = partial(ops.linear, weight=dense, bias=bias)
+        dense = dense[columns]
 
-        def run(rows: Tensor) -> Tensor:
-            return ops.linear(rows, dense, bias)
-
-    whole = run(x[:num_all])
+    whole = run(x)
     for num_rows in NUM_ROWS:
-        start = (num_rows * 37) % (num_all - num_rows)
+        start = (num_rows * 37) % (NUM_ALL - num_rows)
         assert torch.equal(run(x[start : start + num_rows]), whole[start : start + num_rows]), num_rows
-    assert torch.equal(run(x[:num_all]), whole)
-    rows = slice(0, 64)
-    exact = x[rows].double() @ dense.double().t() + bias.double()
-    error = (whole[rows].double() - exact).abs()
-    assert (error <= ROUNDING[dtype] * exact.abs() + 2e-5).all(), float(error.max())
+    exact = x[:64].double() @ dense.double().t() + bias[columns].double()
+    error = (whole[:64, columns].double() - exact).abs()
+    assert (error <= ROUNDING[dtype] * exact.abs() + bound_of_sums(size)).all(), float(error.max())
+
+
+def bound_of_sums(size: int) -> float:
+    """How far sums of so many products may be off, if the sums themselves are about 1.
+
+    Tensor cores add 16 products at a time to the sum that there is, in fp32 but cut off, not rounded: errors have one
+    sign, and add up to a unit in the last place, 2**-23 of the sum or twice that where it passes 2, with each addition.
+    """
+    return 2e-5 + size / 16 * 2**-22
 
 
 @pytest.mark.parametrize(("num_columns", "size"), [(6144, 4096), (4096, 14336), (1024, 3072), (100, 96)])
@@ -90,7 +95,7 @@ def test_codes_of_a_checkpoint_are_multiplied_like_numbers(kind: str, num_column
     """To the last bit, by one row as by many."""
     generator = torch.Generator("cuda").manual_seed(1)
     groups = (num_columns, -(-size // int(kind[3:])))
-    scales, x = draw(*groups, dtype=torch.float32, seed=1) * 0.01, draw(2048, size, dtype=torch.bfloat16, seed=2)
+    scales, x = draw(*groups, dtype=torch.float32, seed=1) * 0.01, draw(NUM_ALL, size, dtype=torch.bfloat16, seed=2)
     codes = torch.randint(120, (num_columns, size), generator=generator, device="cuda").to(torch.int8)
     zeros = torch.randint(16, groups, generator=generator, device="cuda").to(torch.int8)
     if kind.startswith("U4"):
@@ -119,13 +124,13 @@ def test_a_token_gets_the_same_from_its_experts_among_any_number(kind: str | Non
         mlps = [GatedMLP(linear(size, 2 * inner, i), linear(inner, size, i + 99), "silu") for i in range(count)]
         gate = linear(size, count, 999, Place("", Unquantized(), torch.bfloat16))
         moe = MixtureOfExperts(Routing(count, 8, True), gate, mlps)
-    x = draw(4096, size, dtype=torch.bfloat16, seed=5)
+    x = draw(NUM_ALL, size, dtype=torch.bfloat16, seed=5)
 
     def run(start: int, count: int) -> Tensor:
         return moe(x[start : start + count], Step(torch.arange(count)))
 
-    whole = run(0, 4096)
-    for start, some in ((0, 1), (5, 2), (7, 17), (64, 64), (100, 300), (1000, 2000)):
+    whole = run(0, NUM_ALL)
+    for start, some in ((0, 1), (5, 2), (7, 17), (64, 64), (100, 300), (500, 1000)):
         assert torch.equal(run(start, some), whole[start : start + some]), some
     uninstall()
     plain = run(0, 32).float()
