@@ -60,6 +60,17 @@ def alone(engine: LLMEngine, asked: list[Request]) -> list[Any]:
     return [drain(engine, [one])[0] for one in asked]
 
 
+def assert_near(found: list[Any], expected: list[Any]) -> None:
+    """The same but for rounding: tokens and ranks are equal, and logprobs differ in their last bits."""
+    for ours, theirs in zip(found, expected, strict=True):
+        for (index, tokens, steps, reason), (i, others, other_steps, why) in zip(ours, theirs, strict=True):
+            assert (index, tokens, reason) == (i, others, why)
+            for step, other in zip(steps, other_steps, strict=True):
+                assert step.keys() == other.keys()
+                for token, (logprob, rank) in step.items():
+                    assert (pytest.approx(other[token][0], abs=2e-3), other[token][1]) == (logprob, rank)
+
+
 _BASELINES: dict[bool, list[Any]] = {}
 
 
@@ -147,14 +158,7 @@ def test_neighbours_that_need_the_host(build: Build, baseline: list[Any]) -> Non
 
 def test_the_tokens_are_those_of_plain_torch(build: Build, baseline: list[Any]) -> None:
     """On the CPU, by other kernels: the same tokens, and logprobs within fp32's rounding."""
-    engine = build(device="cpu", kernels="torch")
-    for ours, theirs in zip(baseline, alone(engine, requests()), strict=True):
-        for (index, tokens, steps, reason), (i, expected, others, why) in zip(ours, theirs, strict=True):
-            assert (index, tokens, reason) == (i, expected, why)
-            for step, other in zip(steps, others, strict=True):
-                assert step.keys() == other.keys()
-                for token, (logprob, rank) in step.items():
-                    assert (pytest.approx(other[token][0], abs=2e-3), other[token][1]) == (logprob, rank)
+    assert_near(baseline, alone(build(device="cpu", kernels="torch"), requests()))
 
 
 def test_requests_end_and_leave_while_a_step_is_ahead(build: Build, baseline: list[Any]) -> None:
@@ -210,7 +214,11 @@ def test_without_triton_plain_torch_computes(build: Build) -> None:
     few = requests()[:3]
     engine = build(kernels="torch")
     assert engine.core.executor.max_in_flight == 1
-    assert drain(engine, few) == drain(build(device="cpu", kernels="torch"), few)
+    found, expected = drain(engine, few), drain(build(device="cpu", kernels="torch"), few)
+    if HAS_GPU:
+        assert_near(found, expected)  # cuBLAS sums in orders of its own
+    else:
+        assert found == expected
 
 
 @pytest.mark.slow
