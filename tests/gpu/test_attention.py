@@ -43,6 +43,7 @@ def sequences_of(
     return [Sequence(*(x.to(DEVICE) for x in (one.query, one.key, one.value))) for one in made]
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize(("heads", "head_dim"), [((32, 8), 128), ((14, 2), 64), ((8, 4), 256), ((4, 4), 80)])
 @pytest.mark.parametrize("options", [{}, {"window": 300}, {"softcap": 20.0}, {"causal": False}])
@@ -59,6 +60,7 @@ def test_equals_dense_attention(
         torch.testing.assert_close(out.double(), expected, atol=BOUND[kind], rtol=BOUND[kind])
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize(("heads", "head_dim"), [((32, 8), 128), ((14, 2), 64), ((8, 4), 256)])
 @pytest.mark.parametrize("options", [{}, {"window": 300, "softcap": 20.0}])
