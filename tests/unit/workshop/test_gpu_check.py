@@ -88,6 +88,42 @@ def test_the_page_shows_whatever_there_is() -> None:
     assert "Prompts, 8B" not in page
 
 
-def test_all_sections_but_the_last_have_their_time() -> None:
-    *first, _ = [seconds for _, seconds in gpu_check.SECTIONS.values()]
-    assert sum(first[:6]) <= gpu_check.SECONDS
+def test_all_sections_have_their_time() -> None:
+    checks = [gpu_check.SECTIONS[name][1] for name in gpu_check.CHECKS]
+    rest = [seconds for name, (_, seconds) in gpu_check.SECTIONS.items() if name not in gpu_check.CHECKS]
+    assert max(checks) + sum(rest) <= gpu_check.SECONDS
+
+
+def test_checks_run_side_by_side_and_what_is_timed_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    names = ["limits", "first", "small", "tests"]
+    both, noted, running = threading.Barrier(2), list[str](), list[str]()
+
+    def run_section(name: str, seconds: float, note: Any) -> None:
+        assert 0 < seconds <= gpu_check.SECTIONS[name][1]
+        if name in gpu_check.CHECKS:
+            both.wait(60)
+        running.append(name)
+        assert len(running) == 1 or name in gpu_check.CHECKS
+        note({"a": 1})
+        if name in gpu_check.CHECKS:
+            both.wait(60)
+        note({"a": 1} | ({"error": "why"} if name == "tests" else {}))
+        running.remove(name)
+
+    def note(name: str, found: dict[str, Any]) -> None:
+        assert not is_noting.locked()
+        with is_noting:
+            noted.append(name)
+            time.sleep(0.01)
+
+    is_noting = threading.Lock()
+    monkeypatch.setattr(gpu_check, "run_section", run_section)
+    gpu_check.run_sections(names, 1000, note)
+    assert sorted(noted[:4]) == ["first", "first", "tests", "tests"]
+    assert noted[4:] == ["limits", "limits", "small", "small"]
+
+
+def test_without_time_nothing_is_run() -> None:
+    found: dict[str, Any] = {}
+    gpu_check.run_sections(["first", "limits"], 5, lambda name, one: found.update({name: one}))
+    assert found == dict.fromkeys(("first", "limits"), {"error": "no time was left"})
