@@ -16,6 +16,7 @@ import json
 import math
 import os
 import random
+import re
 import signal
 import subprocess
 import sys
@@ -175,34 +176,49 @@ def first(seconds: float) -> Iterator[Result]:
         yield {name: told, f"{name}, seconds": time.perf_counter() - start}
 
 
-def tests_of(paths: list[str], seconds: float) -> Iterator[Result]:
+def tests_of(paths: list[str], processes: int, seconds: float) -> Iterator[Result]:
     """What pytest says of those tests, compiled; it is interrupted in time to say what failed so far."""
-    given = [sys.executable, "-m", "pytest", "-q", "--tb=short", "--maxfail=20", "-o", "faulthandler_timeout=60"]
+    given = [sys.executable, "-m", "pytest", "--tb=short", "-rfE", "--durations=8", "-o", "faulthandler_timeout=60"]
     if importlib.util.find_spec("xdist") is not None:
-        given += ["-n", "8"]
+        given += ["-n", str(processes)]
+    if importlib.util.find_spec("pytest_benchmark") is not None:
+        given += ["-p", "no:benchmark"]  # whose every process warns
+    found = Result()
     with tempfile.TemporaryFile("w+") as told:
-        environment = {**os.environ, "TRITON_INTERPRET": "0"}
+        environment = {**os.environ, "TRITON_INTERPRET": "0", "COLUMNS": "240"}  # or reasons of failures are cut off
         child = subprocess.Popen([*given, *paths], cwd=ROOT, env=environment, stdout=told, stderr=subprocess.STDOUT)
         try:
-            child.wait(max(1.0, seconds - 25))
+            child.wait(max(1.0, seconds - 18))
         except subprocess.TimeoutExpired:
+            found["error"] = f"interrupted after {seconds - 18:.0f} s"
             child.send_signal(signal.SIGINT)
             with contextlib.suppress(subprocess.TimeoutExpired):
-                child.wait(15)
+                child.wait(14)
         told.seek(0)
-        yield {"rc": child.poll(), "tail": told.read()[-8000:]}
+        yield found | {"rc": child.poll()} | told_by_pytest(told.read())
+
+
+def told_by_pytest(text: str) -> Result:
+    """How many tests passed and failed, the name and the reason of each that failed, and the rest as it is."""
+    text = re.sub(r"([=_!-])\1{9,}", lambda rule: rule[1] * 9, text)
+    failed = re.findall(r"^(?:FAILED|ERROR) (\S.*?)(?: - (.*))?$", text, re.MULTILINE)
+    counts = re.findall(r"^\W*(\d+ (?:passed|failed|skipped|error|warning).* in [\d.]+s)", text, re.MULTILINE)
+    found: Result = {"counts": counts[-1] if counts else "not told"}
+    if failed:
+        found["rows"] = [{"failed": name, "reason": reason[:300]} for name, reason in failed]
+    return found | {"tail": re.sub(r"^(?:FAILED|ERROR) .*\n", "", text, flags=re.MULTILINE)[-8000:]}
 
 
 def engines(seconds: float) -> Iterator[Result]:
     """The engine's tests: the same tokens alone, together, in pieces, preempted, in graphs and without."""
-    return tests_of(["tests/gpu/test_engine.py"], seconds)
+    return tests_of(["tests/gpu/test_engine.py"], 6, seconds)
 
 
 def tests(seconds: float) -> Iterator[Result]:
     """The kernels' tests, and those of quantized checkpoints."""
     folders = ["tests/gpu", "tests/unit/ops/triton", "tests/unit/sampling/test_device.py"]
     left_out = ["--ignore=tests/gpu/test_engine.py", "--ignore=tests/unit/ops/triton/test_compiled.py"]
-    return tests_of([*folders, *left_out], seconds)
+    return tests_of([*folders, *left_out], 8, seconds)
 
 
 def products(seconds: float) -> Iterator[Result]:
@@ -411,7 +427,7 @@ def page(results: Result) -> str:
         lines += [f"- {key}: {shown(value)}" for key, value in found.items() if key not in ("rows", "tail")]
         if rows := found.get("rows"):
             lines += ["", f"| {' | '.join(rows[0])} |", "|---" * len(rows[0]) + "|"]
-            lines += [f"| {' | '.join(map(shown, row.values()))} |" for row in rows]
+            lines += [f"| {' | '.join(shown(value).replace('|', '/') for value in row.values())} |" for row in rows]
         lines += ["", "```", found["tail"].strip(), "```"] if "tail" in found else []
         lines.append("")
     limit, made = results.get("limits", {}), results.get("llama", {})

@@ -127,3 +127,25 @@ def test_without_time_nothing_is_run() -> None:
     found: dict[str, Any] = {}
     gpu_check.run_sections(["first", "limits"], 5, lambda name, one: found.update({name: one}))
     assert found == dict.fromkeys(("first", "limits"), {"error": "no time was left"})
+
+
+def test_what_pytest_says_is_sorted() -> None:
+    told = """....F.
+================ FAILURES ================
+tests/gpu/test_a.py:3: in test_one
+E   assert False
+============ short test summary info ============
+FAILED tests/gpu/test_a.py::test_one[in pieces-2] - AssertionError: a - b | c
+ERROR tests/gpu/test_b.py
+======== 1 failed, 5 passed, 2 skipped, 1 error in 62.10s (0:01:02) ========
+"""
+    found = gpu_check.told_by_pytest(told)
+    assert found["counts"] == "1 failed, 5 passed, 2 skipped, 1 error in 62.10s"
+    assert found["rows"] == [
+        {"failed": "tests/gpu/test_a.py::test_one[in pieces-2]", "reason": "AssertionError: a - b | c"},
+        {"failed": "tests/gpu/test_b.py", "reason": ""},
+    ]
+    assert "in test_one\nE   assert False" in found["tail"]
+    assert "[in pieces-2] | AssertionError: a - b / c |" in gpu_check.page({"tests": found})
+    assert gpu_check.told_by_pytest("1 passed in 0.01s\n")["counts"] == "1 passed in 0.01s"
+    assert gpu_check.told_by_pytest("it died")["counts"] == "not told"
