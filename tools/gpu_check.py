@@ -11,6 +11,7 @@ is written at once, whatever comes after it. Sections are given by name to run o
 import argparse
 import contextlib
 import faulthandler
+import gc
 import importlib.util
 import json
 import math
@@ -51,6 +52,8 @@ SHAPES: dict[str, Result] = {
         "rms_norm_eps": 1e-6, "tie_word_embeddings": True,
     },
 }  # fmt: skip
+# A quarter of the layers, for what is compared with itself: it starts in less time.
+SHAPES["llama-3-8b, 8 layers"] = SHAPES["llama-3-8b"] | {"num_hidden_layers": 8}
 
 
 def model(name: str) -> str:
@@ -68,13 +71,18 @@ def engine(name: str, **options: Any) -> Any:
     return LLM(model=model(name), **given)
 
 
-def run(llm: Any, lengths: list[tuple[int, int]], seed: int = 0) -> float:
-    """Seconds of requests of so many prompt and output tokens, all at once."""
+def requests(lengths: list[tuple[int, int]], seed: int = 0) -> tuple[list[Any], list[Any]]:
+    """Prompts and parameters of greedy requests of so many prompt and output tokens, without text."""
     from quire import SamplingParams
 
     rng = random.Random(seed)
-    prompts: list[Any] = [{"prompt_token_ids": [rng.randrange(1000, 100000) for _ in range(n)]} for n, _ in lengths]
-    params = [SamplingParams(temperature=0.0, max_tokens=m, ignore_eos=True, detokenize=False) for _, m in lengths]
+    prompts = [{"prompt_token_ids": [rng.randrange(1000, 100000) for _ in range(n)]} for n, _ in lengths]
+    return prompts, [SamplingParams(temperature=0, max_tokens=m, ignore_eos=True, detokenize=False) for _, m in lengths]
+
+
+def run(llm: Any, lengths: list[tuple[int, int]], seed: int = 0) -> float:
+    """Seconds of requests of so many prompt and output tokens, all at once."""
+    prompts, params = requests(lengths, seed)
     start = time.perf_counter()
     outputs = llm.generate(prompts, params, use_tqdm=False)
     seconds = time.perf_counter() - start
@@ -82,11 +90,35 @@ def run(llm: Any, lengths: list[tuple[int, int]], seed: int = 0) -> float:
     return seconds
 
 
-def token_seconds(llm: Any, prompt: int, tokens: int, size: int = 1, rounds: int = 3) -> float:
-    """Seconds of a step that decodes `size` sequences: what tokens after the first take."""
+def steps(llm: Any, lengths: list[tuple[int, int]]) -> list[float]:
+    """When each step ended that was between the first token of the last of these requests and the end of any."""
+    from quire.sampling_params import RequestOutputKind
+
+    for i, (prompt, params) in enumerate(zip(*requests(lengths), strict=True)):
+        params.output_kind = RequestOutputKind.FINAL_ONLY
+        llm.llm_engine.add_request(str(i), prompt, params)
+    ended, outputs = list[float](), list[Any]()
+    while llm.llm_engine.has_unfinished_requests():
+        outputs += llm.llm_engine.step()
+        ended.append(time.monotonic())
+    first = max(output.metrics.first_token_time for output in outputs)
+    last = min(output.metrics.finished_time for output in outputs)
+    return [end for end in ended if first <= end < last]
+
+
+def mean(ended: Sequence[float]) -> float:
+    """Seconds of a step, of when steps ended."""
+    return (ended[-1] - ended[0]) / (len(ended) - 1)
+
+
+def step_seconds(llm: Any, prompt: int, tokens: int, size: int = 1, rounds: int = 1) -> float:
+    """Seconds of a step that decodes `size` sequences: what tokens after the first take. The least of some rounds.
+
+    A round has the prompts of the one before, and of those with more: a prefix cache finds them. While they are
+    computed, chunk after chunk, the first ones get tokens already: `tokens` more are for them.
+    """
     run(llm, [(prompt, 8)] * size)
-    one = min(run(llm, [(prompt, 1)] * size) for _ in range(rounds))
-    return (min(run(llm, [(prompt, tokens + 1)] * size) for _ in range(rounds)) - one) / tokens
+    return min(mean(steps(llm, [(prompt, tokens + 2)] * size)) for _ in range(rounds))
 
 
 def kernels(function: Callable[[], Any], most: int = 12) -> list[Result]:
@@ -97,6 +129,15 @@ def kernels(function: Callable[[], Any], most: int = 12) -> list[Result]:
         function()
     found = sorted(profiled.key_averages(), key=lambda each: -each.self_device_time_total)[:most]
     return [{"kernel": each.key[:60], "calls": each.count, "ms": each.self_device_time_total / 1e3} for each in found]
+
+
+def release() -> None:
+    """Give back the memory of engines that nothing refers to any more."""
+    import torch
+
+    gc.collect()
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()
 
 
 @contextlib.contextmanager
@@ -231,8 +272,8 @@ def products(seconds: float) -> Iterator[Result]:
     for n, k in ((6144, 4096), (28672, 4096), (4096, 14336), (128256, 4096)):
         weight = torch.randn(n, k, dtype=torch.bfloat16, device=DEVICE) * 0.02
         x = torch.randn(8192, k, dtype=torch.bfloat16, device=DEVICE)
-        for m in (1, 8, 32, 64, 128, 256, 1024, 8192):
-            if n * m <= 2**30:
+        for m in (1, 16, 64, 128, 256, 1024, 8192):
+            if n * m <= 2**28:  # nobody asks for logits of more
                 yield {"rows": [product(x, weight, m)]}
 
 
@@ -243,10 +284,22 @@ def product(x: Any, weight: Any, m: int) -> Result:
     from quire import ops
 
     (n, k), many = weight.shape, ops.linear(x[:256], weight)
-    own, theirs = timed(lambda: ops.linear(x[:m], weight)), timed(lambda: x[:m] @ weight.t())
+    rounds = 20 if m <= 1024 else 8
+    own, theirs = timed(lambda: ops.linear(x[:m], weight), rounds), timed(lambda: x[:m] @ weight.t(), rounds)
     equal = bool(torch.equal(ops.linear(x[:m], weight)[:256], many[: min(m, 256)]))
     rate = {"gb_s": weight.nbytes / own / 1e9, "tflop_s": 2 * m * n * k / own / 1e12}
     return {"n": n, "k": k, "m": m, "own_us": own * 1e6, "cublas_us": theirs * 1e6, **rate, "equal": equal}
+
+
+def small(seconds: float) -> Iterator[Result]:
+    """The 0.6B shape: time per token at batch 1, with one step in flight too, and throughput at 256."""
+    start = time.perf_counter()
+    llm = engine("qwen3-0.6b", max_num_seqs=256, max_num_batched_tokens=8192)
+    yield {"start_s": time.perf_counter() - start}
+    yield {"token_ms": step_seconds(llm, 128, 256, rounds=3) * 1e3}
+    yield {"tokens_s_256": 256 / step_seconds(llm, 128, 128, 256)}
+    llm.llm_engine.core.executor.max_in_flight = 1
+    yield {"token_ms_one_in_flight": step_seconds(llm, 128, 256) * 1e3}
 
 
 def llama(seconds: float) -> Iterator[Result]:
@@ -254,12 +307,12 @@ def llama(seconds: float) -> Iterator[Result]:
     start = time.perf_counter()
     llm = engine("llama-3-8b", max_num_seqs=256, max_num_batched_tokens=8192)
     yield {"start_s": time.perf_counter() - start}
-    yield {"weights_gb": 15.0, "token_ms": token_seconds(llm, 128, 256) * 1e3}
+    yield {"weights_gb": 15.0, "token_ms": step_seconds(llm, 128, 256, rounds=2) * 1e3}
     with told_of_failure() as failed:
         yield {"rows": [{"what": "decode", **row} for row in kernels(lambda: run(llm, [(128, 8)], seed=11))]}
     yield failed
     run(llm, [(8000, 1)])
-    prompt = min(run(llm, [(8000, 1)] * 4, seed=seed) for seed in (1, 2, 3)) / 4
+    prompt = min(run(llm, [(8000, 1)] * 2, seed=seed) for seed in (1, 2)) / 2
     parameters = 7.5e9 - 128256 * 4096
     operations = 2 * parameters * 8000 + 2 * 2 * 32 * 128 * 32 * 8000**2 / 2
     yield {"prompt_s": prompt, "prompt_tflop_s": operations / prompt / 1e12}
@@ -276,23 +329,20 @@ def llama(seconds: float) -> Iterator[Result]:
     offline = run(llm, lengths, seed=1)
     yield {"offline_s": offline, "offline_output_tokens_s": sum(m for _, m in lengths) / offline}
     yield {"offline_tokens_s": sum(map(sum, lengths)) / offline}
-    for size in (32, 128, 256):
-        yield {f"tokens_s_{size}": size / token_seconds(llm, 1024, 128, size, rounds=1)}
+    for size in (256, 32, 128):
+        yield {f"tokens_s_{size}": size / step_seconds(llm, 1024, 64, size)}
+
+
+def token_ms(**options: Any) -> float:
+    """Milliseconds of a token of 8 layers of the 8B shape at batch 1."""
+    release()
+    llm = engine("llama-3-8b, 8 layers", max_num_seqs=8, max_num_batched_tokens=2048, **options)
+    return step_seconds(llm, 128, 128, rounds=2) * 1e3
 
 
 def eager(seconds: float) -> Iterator[Result]:
-    """A token of the 8B shape at batch 1, kernel by kernel."""
-    llm = engine("llama-3-8b", max_num_seqs=8, enforce_eager=True, max_num_batched_tokens=2048)
-    yield {"token_ms": token_seconds(llm, 128, 128) * 1e3}
-
-
-def small(seconds: float) -> Iterator[Result]:
-    """The 0.6B shape: time per token at batch 1, with one step in flight too, and throughput at 256."""
-    llm = engine("qwen3-0.6b", max_num_seqs=256, max_num_batched_tokens=8192)
-    yield {"token_ms": token_seconds(llm, 128, 256) * 1e3}
-    yield {"tokens_s_256": 256 / token_seconds(llm, 128, 128, 256, rounds=1)}
-    llm.llm_engine.core.executor.max_in_flight = 1
-    yield {"token_ms_one_in_flight": token_seconds(llm, 128, 256) * 1e3}
+    """A token of 8 layers of the 8B shape at batch 1, in graphs and kernel by kernel."""
+    yield {"token_ms": token_ms(), "token_ms_eager": token_ms(enforce_eager=True)}
 
 
 def kept(kind: str, m: int) -> Result:
@@ -318,16 +368,14 @@ def kept(kind: str, m: int) -> Result:
 
 
 def quantized(seconds: float) -> Iterator[Result]:
-    """Time per token at batch 1 of the 8B shape in int8 and int4, and products with checkpoints' own codes."""
+    """Time per token at batch 1 of 8 layers of the 8B shape in int8 and int4, and products with checkpoints' codes."""
     from quire.ops.triton import install
 
     install("cuda")
     for kind in ("U4_128", "U8_128", "F8_128"):
         yield {"rows": [kept(kind, m) for m in (1, 4096)]}
     for name in ("int8", "int4"):
-        llm = engine("llama-3-8b", quantization=name, max_num_seqs=8, max_num_batched_tokens=2048)
-        yield {f"token_{name}_ms": token_seconds(llm, 128, 128) * 1e3}
-        del llm
+        yield {f"token_{name}_ms": token_ms(quantization=name)}
 
 
 # By name, with the seconds that each may take; what comes last gets what is left.
