@@ -10,12 +10,14 @@ is written at once, whatever comes after it. Sections are given by name to run o
 
 import argparse
 import contextlib
+import cProfile
 import faulthandler
 import gc
 import importlib.util
 import json
 import math
 import os
+import pstats
 import random
 import re
 import signal
@@ -302,6 +304,28 @@ def small(seconds: float) -> Iterator[Result]:
     yield {"token_ms_one_in_flight": step_seconds(llm, 128, 256) * 1e3}
 
 
+def host(seconds: float) -> Iterator[Result]:
+    """The 0.6B shape with 256 sequences: what a step takes, and what of that the host's functions take, if profiled."""
+    llm = engine("qwen3-0.6b", max_num_seqs=256, max_num_batched_tokens=8192)
+    yield {"step_ms": step_seconds(llm, 128, 96, 256) * 1e3}
+    profile = cProfile.Profile()
+    profile.enable()
+    ended = steps(llm, [(128, 96)] * 256)
+    profile.disable()
+    yield {"profiled_step_ms": mean(ended) * 1e3, "profiled_steps": len(ended)}
+    yield {"rows": functions(profile)}
+
+
+def functions(profile: cProfile.Profile, most: int = 25) -> list[Result]:
+    """Those with most time of their own."""
+    found: dict[tuple[str, int, str], Any] = vars(pstats.Stats(profile))["stats"]
+    longest = sorted(found.items(), key=lambda each: -each[1][2])[:most]
+    return [
+        {"function": f"{'/'.join(Path(file).parts[-3:])}:{line} {name}", "calls": calls, "ms": own * 1e3}
+        for (file, line, name), (_, calls, own, *_) in longest
+    ]
+
+
 def llama(seconds: float) -> Iterator[Result]:
     """The 8B shape: a token at batch 1, long prompts, 1,000 requests with lengths like ShareGPT's, large batches."""
     start = time.perf_counter()
@@ -386,6 +410,7 @@ SECTIONS: dict[str, tuple[Section, int]] = {
     "limits": (limits, 30),
     "products": (products, 40),
     "small": (small, 50),
+    "host": (host, 40),
     "llama": (llama, 120),
     "eager": (eager, 50),
     "quantized": (quantized, 60),
