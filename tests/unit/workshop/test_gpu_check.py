@@ -1,6 +1,7 @@
 """What the check on a GPU has found is kept, whatever comes after it."""
 
-import importlib.util
+import importlib
+import sys
 import threading
 import time
 from pathlib import Path
@@ -8,11 +9,9 @@ from typing import Any
 
 import pytest
 
-_spec = importlib.util.spec_from_file_location("gpu_check", Path(__file__).parents[3] / "tools/gpu_check.py")
-assert _spec is not None
-assert _spec.loader is not None
-gpu_check = importlib.util.module_from_spec(_spec)
-_spec.loader.exec_module(gpu_check)
+sys.path.insert(0, str(Path(__file__).parents[3] / "tools"))
+gpu_check: Any = importlib.import_module("gpu_check")
+gpu_sections: Any = importlib.import_module("gpu_sections")
 
 FOUND = 'print("RESULT " + \'{"a": 1, "rows": [{"n": 1}]}\'); print("RESULT " + \'{"rows": [{"n": 2}]}\')\n'
 PIECES = {"a": 1, "rows": [{"n": 1}, {"n": 2}]}
@@ -139,7 +138,7 @@ FAILED tests/gpu/test_a.py::test_one[in pieces-2] - AssertionError: a - b | c
 ERROR tests/gpu/test_b.py
 ======== 1 failed, 5 passed, 2 skipped, 1 error in 62.10s (0:01:02) ========
 """
-    found = gpu_check.told_by_pytest(told)
+    found = gpu_sections.told_by_pytest(told)
     assert found["counts"] == "1 failed, 5 passed, 2 skipped, 1 error in 62.10s"
     assert found["rows"] == [
         {"failed": "tests/gpu/test_a.py::test_one[in pieces-2]", "reason": "AssertionError: a - b | c"},
@@ -147,5 +146,5 @@ ERROR tests/gpu/test_b.py
     ]
     assert "in test_one\nE   assert False" in found["tail"]
     assert "[in pieces-2] | AssertionError: a - b / c |" in gpu_check.page({"tests": found})
-    assert gpu_check.told_by_pytest("1 passed in 0.01s\n")["counts"] == "1 passed in 0.01s"
-    assert gpu_check.told_by_pytest("it died")["counts"] == "not told"
+    assert gpu_sections.told_by_pytest("1 passed in 0.01s\n")["counts"] == "1 passed in 0.01s"
+    assert gpu_sections.told_by_pytest("it died")["counts"] == "not told"

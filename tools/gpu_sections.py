@@ -1,0 +1,406 @@
+"""The sections of the check on a GPU: each yields what it finds, piece by piece. `gpu_check.py` beside it runs them.
+
+Nothing here knows of files, processes of sections, or how much time is left for the others.
+"""
+
+import contextlib
+import cProfile
+import gc
+import importlib.util
+import json
+import math
+import os
+import pstats
+import random
+import re
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+import traceback
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parent.parent
+DEVICE = "cuda"
+Result = dict[str, Any]
+Section = Callable[[float], Iterator[Result]]  # of the seconds that it may take; yields what it finds, piece by piece
+
+_LLAMA = {"architectures": ["LlamaForCausalLM"], "model_type": "llama", "torch_dtype": "bfloat16"}
+SHAPES: dict[str, Result] = {
+    "llama-3-8b": {
+        **_LLAMA, "vocab_size": 128256, "hidden_size": 4096, "intermediate_size": 14336, "num_hidden_layers": 32,
+        "num_attention_heads": 32, "num_key_value_heads": 8, "max_position_embeddings": 8192, "rope_theta": 500000.0,
+        "rms_norm_eps": 1e-5, "tie_word_embeddings": False,
+    },
+    "qwen3-0.6b": {
+        "architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3", "torch_dtype": "bfloat16", "vocab_size": 151936,
+        "hidden_size": 1024, "intermediate_size": 3072, "num_hidden_layers": 28, "num_attention_heads": 16,
+        "num_key_value_heads": 8, "head_dim": 128, "max_position_embeddings": 40960, "rope_theta": 1000000.0,
+        "rms_norm_eps": 1e-6, "tie_word_embeddings": True,
+    },
+}  # fmt: skip
+# A quarter of the layers, for what is compared with itself: it starts in less time.
+SHAPES["llama-3-8b, 8 layers"] = SHAPES["llama-3-8b"] | {"num_hidden_layers": 8}
+
+
+def model(name: str) -> str:
+    """A folder with the configuration of a shape, which `load_format="dummy"` fills."""
+    folder = Path(tempfile.gettempdir()) / "quire_gpu_check" / name
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "config.json").write_text(json.dumps(SHAPES[name]))
+    return str(folder)
+
+
+def engine(name: str, **options: Any) -> Any:
+    from quire import LLM
+
+    given = {"load_format": "dummy", "skip_tokenizer_init": True, "device": DEVICE, "max_model_len": 8192, **options}
+    return LLM(model=model(name), **given)
+
+
+def requests(lengths: list[tuple[int, int]], seed: int = 0) -> tuple[list[Any], list[Any]]:
+    """Prompts and parameters of greedy requests of so many prompt and output tokens, without text."""
+    from quire import SamplingParams
+
+    rng = random.Random(seed)
+    prompts = [{"prompt_token_ids": [rng.randrange(1000, 100000) for _ in range(n)]} for n, _ in lengths]
+    return prompts, [SamplingParams(temperature=0, max_tokens=m, ignore_eos=True, detokenize=False) for _, m in lengths]
+
+
+def run(llm: Any, lengths: list[tuple[int, int]], seed: int = 0) -> float:
+    """Seconds of requests of so many prompt and output tokens, all at once."""
+    prompts, params = requests(lengths, seed)
+    start = time.perf_counter()
+    outputs = llm.generate(prompts, params, use_tqdm=False)
+    seconds = time.perf_counter() - start
+    assert [len(output.outputs[0].token_ids) for output in outputs] == [m for _, m in lengths]
+    return seconds
+
+
+def steps(llm: Any, lengths: list[tuple[int, int]]) -> list[float]:
+    """When each step ended that was between the first token of the last of these requests and the end of any."""
+    from quire.sampling_params import RequestOutputKind
+
+    for i, (prompt, params) in enumerate(zip(*requests(lengths), strict=True)):
+        params.output_kind = RequestOutputKind.FINAL_ONLY
+        llm.llm_engine.add_request(str(i), prompt, params)
+    ended, outputs = list[float](), list[Any]()
+    while llm.llm_engine.has_unfinished_requests():
+        outputs += llm.llm_engine.step()
+        ended.append(time.monotonic())
+    first = max(output.metrics.first_token_time for output in outputs)
+    last = min(output.metrics.finished_time for output in outputs)
+    return [end for end in ended if first <= end < last]
+
+
+def mean(ended: Sequence[float]) -> float:
+    """Seconds of a step, of when steps ended."""
+    return (ended[-1] - ended[0]) / (len(ended) - 1)
+
+
+def step_seconds(llm: Any, prompt: int, tokens: int, size: int = 1, rounds: int = 1) -> float:
+    """Seconds of a step that decodes `size` sequences: what tokens after the first take. The least of some rounds.
+
+    A round has the prompts of the one before, and of those with more: a prefix cache finds them. While they are
+    computed, chunk after chunk, the first ones get tokens already: `tokens` more are for them.
+    """
+    run(llm, [(prompt, 8)] * size)
+    return min(mean(steps(llm, [(prompt, tokens + 2)] * size)) for _ in range(rounds))
+
+
+def kernels(function: Callable[[], Any], most: int = 12) -> list[Result]:
+    """Which kernels the device was busy with while the function ran, and for how long: those that took most."""
+    from torch.profiler import ProfilerActivity, profile
+
+    with profile(activities=[ProfilerActivity.CUDA]) as profiled:
+        function()
+    found = sorted(profiled.key_averages(), key=lambda each: -each.self_device_time_total)[:most]
+    return [{"kernel": each.key[:60], "calls": each.count, "ms": each.self_device_time_total / 1e3} for each in found]
+
+
+def release() -> None:
+    """Give back the memory of engines that nothing refers to any more."""
+    import torch
+
+    gc.collect()
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()
+
+
+@contextlib.contextmanager
+def told_of_failure() -> Iterator[Result]:
+    """What goes wrong inside is noted, and no more."""
+    failed: Result = {}
+    try:
+        yield failed
+    except Exception as error:
+        failed["not_profiled"] = repr(error)
+
+
+def timed(function: Callable[[], Any], rounds: int = 20) -> float:
+    """Seconds of work on the device, by its own clock: the least of some rounds."""
+    import torch
+
+    function()
+    found: list[float] = []
+    flush = torch.empty(2**26, dtype=torch.int32, device="cuda")
+    for _ in range(rounds):
+        flush.zero_()  # nothing that is read is in a cache
+        torch.cuda._sleep(1_000_000)  # the host gets ahead, so that the kernels wait for nothing
+        start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        start.record()
+        function()
+        end.record()
+        end.synchronize()
+        found.append(start.elapsed_time(end) / 1e3)
+    return min(found)
+
+
+# ---- sections
+
+
+def limits(seconds: float) -> Iterator[Result]:
+    """What the device is, reads and multiplies in bare loops; the other sections divide by that."""
+    import torch
+
+    found = torch.cuda.get_device_properties(DEVICE)
+    yield {"name": found.name, "memory_gib": found.total_memory / 2**30, "capability": f"{found.major}.{found.minor}"}
+    yield {"torch": torch.__version__, "cuda": torch.version.cuda}
+    yield {"triton": importlib.import_module("triton").__version__}
+    with contextlib.suppress(OSError):
+        asked = ["nvidia-smi", "--query-gpu=driver_version,clocks.max.sm,power.limit", "--format=csv,noheader"]
+        yield {"driver": subprocess.run(asked, capture_output=True, text=True).stdout.strip()}
+    big = torch.ones(2**31, dtype=torch.bfloat16, device=DEVICE)
+    yield {"read_gb_s": big.nbytes / timed(lambda: big.view(torch.int64).sum(), 10) / 1e9}
+    a, b = (torch.randn(8192, 8192, dtype=torch.bfloat16, device=DEVICE) for _ in range(2))
+    yield {"multiply_tflop_s": 2 * 8192**3 / timed(lambda: a @ b, 10) / 1e12}
+
+
+def first(seconds: float) -> Iterator[Result]:
+    """The bundled model in each way: the tokens are the CPU's, or others (as of int8 and int4), or there are none."""
+    from quire import LLM, SamplingParams
+
+    given: Result = {"dtype": "float32", "max_model_len": 512, "max_num_seqs": 8, "max_num_batched_tokens": 128}
+    given["num_kv_blocks"] = 256  # others run beside it
+
+    def tokens(**options: Any) -> list[Any]:
+        llm = LLM("demo", **given, **options)
+        asked = [{"temperature": 0.0}, {"top_p": 0.9, "seed": 1, "presence_penalty": 0.5}, {"top_k": 20, "seed": 2}]
+        params = [SamplingParams(max_tokens=24, ignore_eos=True, logprobs=1, **each) for each in asked]
+        outputs = llm.generate(["Once upon a time", "The ship", "A"], params, use_tqdm=False)
+        return [list(output.outputs[0].token_ids) for output in outputs]
+
+    expected = tokens(device="cpu", kernels="torch")
+    ways: dict[str, Result] = {"eager": {"enforce_eager": True}, "graphs": {}, "int8 cache": {"kv_cache_dtype": "int8"}}
+    ways |= {"int8": {"quantization": "int8"}, "int4": {"quantization": "int4"}, "plain torch": {"kernels": "torch"}}
+    for name, options in ways.items():
+        start = time.perf_counter()
+        try:
+            found = tokens(device=DEVICE, **options)
+            told = "the CPU's tokens" if found == expected else f"others: {found}, and not {expected}"
+        except Exception:
+            told = traceback.format_exc()[-3000:]
+            yield {"error": f"{name} failed"}
+        yield {name: told, f"{name}, seconds": time.perf_counter() - start}
+
+
+def tests_of(paths: list[str], processes: int, seconds: float) -> Iterator[Result]:
+    """What pytest says of those tests, compiled; it is interrupted in time to say what failed so far."""
+    given = [sys.executable, "-m", "pytest", "--tb=short", "-rfE", "--durations=8", "-o", "faulthandler_timeout=60"]
+    if importlib.util.find_spec("xdist") is not None:
+        given += ["-n", str(processes)]
+    if importlib.util.find_spec("pytest_benchmark") is not None:
+        given += ["-p", "no:benchmark"]  # whose every process warns
+    found = Result()
+    with tempfile.TemporaryFile("w+") as told:
+        environment = {**os.environ, "TRITON_INTERPRET": "0", "COLUMNS": "240"}  # or reasons of failures are cut off
+        child = subprocess.Popen([*given, *paths], cwd=ROOT, env=environment, stdout=told, stderr=subprocess.STDOUT)
+        try:
+            child.wait(max(1.0, seconds - 18))
+        except subprocess.TimeoutExpired:
+            found["error"] = f"interrupted after {seconds - 18:.0f} s"
+            child.send_signal(signal.SIGINT)
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                child.wait(14)
+        told.seek(0)
+        yield found | {"rc": child.poll()} | told_by_pytest(told.read())
+
+
+def told_by_pytest(text: str) -> Result:
+    """How many tests passed and failed, the name and the reason of each that failed, and the rest as it is."""
+    text = re.sub(r"([=_!-])\1{9,}", lambda rule: rule[1] * 9, text)
+    failed = re.findall(r"^(?:FAILED|ERROR) (\S.*?)(?: - (.*))?$", text, re.MULTILINE)
+    counts = re.findall(r"^\W*(\d+ (?:passed|failed|skipped|error|warning).* in [\d.]+s)", text, re.MULTILINE)
+    found: Result = {"counts": counts[-1] if counts else "not told"}
+    if failed:
+        found["rows"] = [{"failed": name, "reason": reason[:300]} for name, reason in failed]
+    return found | {"tail": re.sub(r"^(?:FAILED|ERROR) .*\n", "", text, flags=re.MULTILINE)[-8000:]}
+
+
+def engines(seconds: float) -> Iterator[Result]:
+    """The engine's tests: the same tokens alone, together, in pieces, preempted, in graphs and without."""
+    return tests_of(["tests/gpu/test_engine.py"], 6, seconds)
+
+
+def tests(seconds: float) -> Iterator[Result]:
+    """The kernels' tests, and those of quantized checkpoints."""
+    folders = ["tests/gpu", "tests/unit/ops/triton", "tests/unit/sampling/test_device.py"]
+    left_out = ["--ignore=tests/gpu/test_engine.py", "--ignore=tests/unit/ops/triton/test_compiled.py"]
+    return tests_of([*folders, *left_out], 8, seconds)
+
+
+def products(seconds: float) -> Iterator[Result]:
+    """The persistent product beside cuBLAS at M = 1 .. 8,192, and whether a row's bits depend on M."""
+    import torch
+
+    from quire.ops.triton import install
+
+    install("cuda")
+    for n, k in ((6144, 4096), (28672, 4096), (4096, 14336), (128256, 4096)):
+        weight = torch.randn(n, k, dtype=torch.bfloat16, device=DEVICE) * 0.02
+        x = torch.randn(8192, k, dtype=torch.bfloat16, device=DEVICE)
+        for m in (1, 16, 64, 128, 256, 1024, 8192):
+            if n * m <= 2**28:  # nobody asks for logits of more
+                yield {"rows": [product(x, weight, m)]}
+
+
+def product(x: Any, weight: Any, m: int) -> Result:
+    """The first m rows of x times the weights."""
+    import torch
+
+    from quire import ops
+
+    (n, k), many = weight.shape, ops.linear(x[:256], weight)
+    rounds = 20 if m <= 1024 else 8
+    own, theirs = timed(lambda: ops.linear(x[:m], weight), rounds), timed(lambda: x[:m] @ weight.t(), rounds)
+    equal = bool(torch.equal(ops.linear(x[:m], weight)[:256], many[: min(m, 256)]))
+    rate = {"gb_s": weight.nbytes / own / 1e9, "tflop_s": 2 * m * n * k / own / 1e12}
+    return {"n": n, "k": k, "m": m, "own_us": own * 1e6, "cublas_us": theirs * 1e6, **rate, "equal": equal}
+
+
+def small(seconds: float) -> Iterator[Result]:
+    """The 0.6B shape: time per token at batch 1, with one step in flight too, and throughput at 256."""
+    start = time.perf_counter()
+    llm = engine("qwen3-0.6b", max_num_seqs=256, max_num_batched_tokens=8192)
+    yield {"start_s": time.perf_counter() - start}
+    yield {"token_ms": step_seconds(llm, 128, 256, rounds=3) * 1e3}
+    yield {"tokens_s_256": 256 / step_seconds(llm, 128, 128, 256)}
+    llm.llm_engine.core.executor.max_in_flight = 1
+    yield {"token_ms_one_in_flight": step_seconds(llm, 128, 256) * 1e3}
+
+
+def host(seconds: float) -> Iterator[Result]:
+    """The 0.6B shape with 256 sequences: what a step takes, and what of that the host's functions take, if profiled."""
+    llm = engine("qwen3-0.6b", max_num_seqs=256, max_num_batched_tokens=8192)
+    yield {"step_ms": step_seconds(llm, 128, 96, 256) * 1e3}
+    profile = cProfile.Profile()
+    profile.enable()
+    ended = steps(llm, [(128, 96)] * 256)
+    profile.disable()
+    yield {"profiled_step_ms": mean(ended) * 1e3, "profiled_steps": len(ended)}
+    yield {"rows": functions(profile)}
+
+
+def functions(profile: cProfile.Profile, most: int = 25) -> list[Result]:
+    """Those with most time of their own."""
+    found: dict[tuple[str, int, str], Any] = vars(pstats.Stats(profile))["stats"]
+    longest = sorted(found.items(), key=lambda each: -each[1][2])[:most]
+    return [
+        {"function": f"{'/'.join(Path(file).parts[-3:])}:{line} {name}", "calls": calls, "ms": own * 1e3}
+        for (file, line, name), (_, calls, own, *_) in longest
+    ]
+
+
+def llama(seconds: float) -> Iterator[Result]:
+    """The 8B shape: a token at batch 1, long prompts, 1,000 requests with lengths like ShareGPT's, large batches."""
+    start = time.perf_counter()
+    llm = engine("llama-3-8b", max_num_seqs=256, max_num_batched_tokens=8192)
+    yield {"start_s": time.perf_counter() - start}
+    yield {"weights_gb": 15.0, "token_ms": step_seconds(llm, 128, 256, rounds=2) * 1e3}
+    with told_of_failure() as failed:
+        yield {"rows": [{"what": "decode", **row} for row in kernels(lambda: run(llm, [(128, 8)], seed=11))]}
+    yield failed
+    run(llm, [(8000, 1)])
+    prompt = min(run(llm, [(8000, 1)] * 2, seed=seed) for seed in (1, 2)) / 2
+    parameters = 7.5e9 - 128256 * 4096
+    operations = 2 * parameters * 8000 + 2 * 2 * 32 * 128 * 32 * 8000**2 / 2
+    yield {"prompt_s": prompt, "prompt_tflop_s": operations / prompt / 1e12}
+    with told_of_failure() as failed:
+        yield {"rows": [{"what": "prompt", **row} for row in kernels(lambda: run(llm, [(8000, 1)], seed=12))]}
+    yield failed
+    rng = random.Random(7)
+
+    def length(mean: float, most: int) -> int:
+        return max(4, min(most, round(rng.lognormvariate(math.log(mean) - 0.5, 1.0))))
+
+    lengths = [(length(220, 1024), length(190, 1024)) for _ in range(1000)]
+    run(llm, [(1100, 300), *((16, m) for m in range(4, 259))])  # graphs of all sizes
+    offline = run(llm, lengths, seed=1)
+    yield {"offline_s": offline, "offline_output_tokens_s": sum(m for _, m in lengths) / offline}
+    yield {"offline_tokens_s": sum(map(sum, lengths)) / offline}
+    for size in (256, 32, 128):
+        yield {f"tokens_s_{size}": size / step_seconds(llm, 1024, 64, size)}
+
+
+def token_ms(**options: Any) -> float:
+    """Milliseconds of a token of 8 layers of the 8B shape at batch 1."""
+    release()
+    llm = engine("llama-3-8b, 8 layers", max_num_seqs=8, max_num_batched_tokens=2048, **options)
+    return step_seconds(llm, 128, 128, rounds=2) * 1e3
+
+
+def eager(seconds: float) -> Iterator[Result]:
+    """A token of 8 layers of the 8B shape at batch 1, in graphs and kernel by kernel."""
+    yield {"token_ms": token_ms(), "token_ms_eager": token_ms(enforce_eager=True)}
+
+
+def kept(kind: str, m: int) -> Result:
+    """m rows times codes as quantized checkpoints have them, and whether that is the product with their numbers."""
+    import torch
+
+    from quire import ops
+    from quire.ops.grouped import expand
+    from quire.quantization.base import MatrixShape
+    from quire.quantization.coded import Coded
+
+    n, k = 28672, 4096
+    with torch.device(DEVICE):
+        made = Coded(kind).create_weights(MatrixShape(k, n), torch.bfloat16)
+        x = torch.randn(m, k, dtype=torch.bfloat16)
+    codes, scales, zeros = made["codes"], made["scales"].normal_().mul_(0.01), made["zeros"].zero_()
+    codes.view(torch.uint8).random_(0, 120)
+    own = timed(lambda: ops.quantized_linear(x, codes, scales, zeros=zeros))
+    numbers = ops.linear(x, expand(codes, scales, zeros, k).bfloat16())
+    equal = torch.equal(ops.quantized_linear(x, codes, scales, zeros=zeros), numbers)
+    rate = {"gb_s": codes.nbytes / own / 1e9, "tflop_s": 2 * m * n * k / own / 1e12}
+    return {"kind": kind, "m": m, "own_us": own * 1e6, **rate, "equal": equal}
+
+
+def quantized(seconds: float) -> Iterator[Result]:
+    """Time per token at batch 1 of 8 layers of the 8B shape in int8 and int4, and products with checkpoints' codes."""
+    from quire.ops.triton import install
+
+    install("cuda")
+    for kind in ("U4_128", "U8_128", "F8_128"):
+        yield {"rows": [kept(kind, m) for m in (1, 4096)]}
+    for name in ("int8", "int4"):
+        yield {f"token_{name}_ms": token_ms(quantization=name)}
+
+
+# By name, with the seconds that each may take; what comes last gets what is left.
+SECTIONS: dict[str, tuple[Section, int]] = {
+    "first": (first, 90),
+    "engines": (engines, 90),
+    "tests": (tests, 100),
+    "limits": (limits, 30),
+    "products": (products, 40),
+    "small": (small, 50),
+    "host": (host, 40),
+    "llama": (llama, 120),
+    "eager": (eager, 50),
+    "quantized": (quantized, 60),
+}
+CHECKS = ("first", "engines", "tests")  # nothing in them is timed, and they leave each other memory
