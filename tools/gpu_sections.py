@@ -24,6 +24,7 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parent.parent
+EQUAL = "equal"
 DEVICE = "cuda"
 Result = dict[str, Any]
 Section = Callable[[float], Iterator[Result]]  # of the seconds that it may take; yields what it finds, piece by piece
@@ -252,6 +253,72 @@ def tests(seconds: float) -> Iterator[Result]:
     return tests_of([*folders, *left_out], 8, seconds)
 
 
+def exact(seconds: float) -> Iterator[Result]:
+    """The 0.6B shape: tokens and logprobs of a request, whatever runs beside it and however steps are made."""
+    asked = asked_of_exact()
+    given: Result = {"max_model_len": 2048, "max_num_seqs": 32, "max_num_batched_tokens": 2048, "num_kv_blocks": 768}
+    given["enable_prefix_caching"] = False
+
+    def answers(options: Result, *batches: slice) -> tuple[list[list[Any]], int]:
+        """Of each batch, and how many sequences were preempted."""
+        release()
+        llm = engine("qwen3-0.6b", **given | options)
+        found = [answered(llm, asked[batch]) for batch in batches]
+        return found, llm.llm_engine.stats().num_preemptions_total
+
+    whole, some = slice(None), (1, 4, 7, 9, 12, 18)
+    (expected, *alone), _ = answers({}, whole, *(slice(i, i + 1) for i in some))
+    told = {"alone": difference([one for [one] in alone], [expected[i] for i in some])}
+    yield told
+    ways: dict[str, Result] = {"in chunks of 256": {"max_num_batched_tokens": 256}}
+    ways |= {"with a prefix cache": {"enable_prefix_caching": True}, "without graphs": {"enforce_eager": True}}
+    ways["preempted"] = {"block_size": 16, "num_kv_blocks": 140}
+    preemptions = 0
+    for name, options in ways.items():
+        found, preemptions = answers(options, whole, *[whole] * ("cache" in name))
+        told[name] = difference([one for batch in found for one in batch], expected * len(found))
+        yield {**told, "preemptions": preemptions}
+    assert preemptions, "nothing was preempted"
+    if differing := [name for name, one in told.items() if one != EQUAL]:
+        yield {"error": f"others: {', '.join(differing)}"}
+
+
+def asked_of_exact() -> list[tuple[list[int], Any]]:
+    """Prompts of 5 to 1,500 tokens, every third with the same 600 first, greedy and drawn."""
+    from quire import SamplingParams
+
+    rng = random.Random(3)
+    shared = [rng.randrange(1000, 100000) for _ in range(600)]
+    lengths = (5, 700, 17, 64, 900, 256, 129, 1500, 33, 1000, 511, 640)
+    asked: list[tuple[list[int], Any]] = []
+    for i, length in enumerate(lengths * 2):
+        beginning = shared * (length > 600)
+        prompt = beginning + [rng.randrange(1000, 100000) for _ in range(length - len(beginning))]
+        drawn: Result = {"temperature": 0.8, "top_p": 0.9, "seed": i} if i % 3 else {"temperature": 0.0}
+        drawn |= {"top_k": 40, "presence_penalty": 0.5} if i % 6 == 1 else {}
+        given: Result = {"max_tokens": 24 + i % 17, "ignore_eos": True, "logprobs": 1, "detokenize": False}
+        asked.append((prompt, SamplingParams(**given, **drawn)))
+    return asked
+
+
+def answered(llm: Any, asked: list[tuple[list[int], Any]]) -> list[Any]:
+    """Tokens of each with their logprobs."""
+    prompts = [{"prompt_token_ids": ids} for ids, _ in asked]
+    outputs = llm.generate(prompts, [params for _, params in asked], use_tqdm=False)
+    both = [(output.outputs[0].token_ids, output.outputs[0].logprobs) for output in outputs]
+    return [[(token, step[token].logprob) for token, step in zip(*one, strict=True)] for one in both]
+
+
+def difference(found: list[list[Any]], expected: list[list[Any]]) -> str:
+    """Where the first one differs."""
+    for i, (ours, theirs) in enumerate(zip(found, expected, strict=True)):
+        for place, (one, other) in enumerate(zip(ours, theirs, strict=True)):
+            if one != other:
+                count = sum(ours != theirs for ours, theirs in zip(found, expected, strict=True))
+                return f"{count} of {len(found)} differ, first number {i} at token {place}: {one}, and not {other}"
+    return EQUAL
+
+
 def products(seconds: float) -> Iterator[Result]:
     """The persistent product beside cuBLAS at M = 1 .. 8,192, and whether a row's bits depend on M."""
     import torch
@@ -394,6 +461,7 @@ def quantized(seconds: float) -> Iterator[Result]:
 SECTIONS: dict[str, tuple[Section, int]] = {
     "first": (first, 90),
     "engines": (engines, 90),
+    "exact": (exact, 90),
     "tests": (tests, 100),
     "limits": (limits, 30),
     "products": (products, 40),
@@ -403,4 +471,4 @@ SECTIONS: dict[str, tuple[Section, int]] = {
     "eager": (eager, 50),
     "quantized": (quantized, 60),
 }
-CHECKS = ("first", "engines", "tests")  # nothing in them is timed, and they leave each other memory
+CHECKS = ("first", "engines", "exact", "tests")  # nothing in them is timed, and they leave each other memory

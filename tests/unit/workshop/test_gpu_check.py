@@ -148,3 +148,10 @@ ERROR tests/gpu/test_b.py
     assert "[in pieces-2] | AssertionError: a - b / c |" in gpu_check.page({"tests": found})
     assert gpu_sections.told_by_pytest("1 passed in 0.01s\n")["counts"] == "1 passed in 0.01s"
     assert gpu_sections.told_by_pytest("it died")["counts"] == "not told"
+
+
+def test_the_first_difference_is_told() -> None:
+    one, two = [(5, -1.0), (6, -2.0)], [(5, -1.0), (6, -2.5)]
+    assert gpu_sections.difference([one, two], [one, two]) == "equal"
+    told = gpu_sections.difference([one, one], [one, two])
+    assert told == "1 of 2 differ, first number 1 at token 1: (6, -2.0), and not (6, -2.5)"
