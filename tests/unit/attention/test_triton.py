@@ -94,8 +94,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
 def test_options(options: dict[str, Any], dtype: torch.dtype, programs: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """By programs that walk all the keys, and by several with a span each."""
     monkeypatch.setattr(attention, "PROGRAMS", programs)
-    monkeypatch.setattr(attention, "KEY_TILE", 16)
-    monkeypatch.setattr(attention, "SPAN", 32)
+    monkeypatch.setattr(attention, "SPAN", 16)
     sequences = make_sequences([1, 36], (4, 1), 40, dtype)
     found = attend(backend(), sequences, whole(sequences), 16, **options)
     for sequence, out in zip(sequences, found, strict=True):
@@ -129,7 +128,6 @@ def test_bits_do_not_depend_on_composition(
     kind: str, dtype: torch.dtype, options: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Nor on the block size, nor on who adds up the spans of keys."""
-    monkeypatch.setattr(attention, "KEY_TILE", 16)
     monkeypatch.setattr(attention, "SPAN", 16)
     sequences = make_sequences([2, 50, 20], (4, 1), 32, dtype)
     for sequence in sequences:
@@ -158,7 +156,7 @@ def test_a_node_of_a_draft_tree_has_the_bits_of_a_chain(
     kind: str, dtype: torch.dtype, options: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(attention, "PROGRAMS", 0)
-    monkeypatch.setattr(attention, "KEY_TILE", 16)
+    monkeypatch.setattr(attention, "SPAN", 16)
     tree = DraftTree.read("[(0,), (1,), (0, 0)]")
     run = Verified(backend(kind), tree, [0, 30], dtype, 5)
     run.prefill(options)
@@ -338,7 +336,6 @@ def test_rows_that_pad_a_batch_are_inert(
     programs: int, options: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(attention, "PROGRAMS", programs)
-    monkeypatch.setattr(attention, "KEY_TILE", 16)
     monkeypatch.setattr(attention, "SPAN", 16)
     sequences = make_sequences([3, 3], (2, 1), 16)
     tables = torch.tensor([[1, 2], [3, 4]]).int()
