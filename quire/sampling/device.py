@@ -71,10 +71,10 @@ class DeviceSampler:
         device, num_rows = last_tokens.device, len(last_tokens)
         self._device, self._vocab_size, self._last_tokens = device, vocab_size, last_tokens
         self._counts = torch.zeros((0, vocab_size), dtype=torch.int32, device=device)
-        self._free_counts: list[int] = []
         self._records = np.zeros(num_rows, RECORD)
         self._records["counts"] = -1
-        self._states: dict[int, SamplingState] = {}
+        self._free_counts, self._states = list[int](), dict[int, SamplingState]()
+        self._asks = np.zeros(num_rows, bool)  # for log-probabilities, or for logits that are processed
         self._allowed: dict[int, Words] = {}  # by the requests' own lists
 
     @staticmethod
@@ -86,7 +86,7 @@ class DeviceSampler:
     def assign(self, row: int, state: SamplingState) -> None:
         """Give a row to a sequence, of whose tokens the host knows all; anew where the host has drawn one of them."""
         self.release(row)
-        self._states[row] = state
+        self._states[row], self._asks[row] = state, state.num_logprobs is not None or state.processes
         params, (temperature, top_k, top_p, min_p), vocab_size = state.params, state.choice, self._vocab_size
         kind, selects = selection(state.greedy, top_k, top_p, vocab_size)
         seed, scale = (state.seed + 2**63) % 2**64 - 2**63, 0.0 if state.greedy else power_scales(temperature)
@@ -106,7 +106,6 @@ class DeviceSampler:
 
     def release(self, row: int) -> None:
         """A row's sequence has gone, or draws on the host from now on."""
-        self._states.pop(row, None)
         self._allowed.pop(row, None)
         if (slot := int(self._records[row]["counts"])) >= 0:
             self._free_counts.append(slot)
@@ -122,14 +121,15 @@ class DeviceSampler:
             positions: of the tokens in their outputs.
             masks: grammars', by i; may be written to once this has returned.
         """
-        states = [self._states[row] for row in rows]
-        draws = self._records[list(rows)]
-        draws["source"], draws["position"] = range(len(rows)), positions
-        listing = {i: min(s.num_logprobs, self._vocab_size) for i, s in enumerate(states) if s.num_logprobs is not None}
+        indices = np.array(rows)
+        draws, asks = self._records.take(indices), self._asks[indices] | (masks is not None)
+        draws["source"], draws["position"] = np.arange(len(rows)), positions
+        asking = [(i, self._states[rows[i]]) for i in np.flatnonzero(asks).tolist()]
+        listing = {i: min(s.num_logprobs, self._vocab_size) for i, s in asking if s.num_logprobs is not None}
         lists = list_records(list(listing), list(listing.values()), power_scales(1.0))
         table = [draws.view(np.int64), lists.view(np.int64)]
         num_words, num_processed = len(table[0]) + len(table[1]), 0
-        for i, state in enumerate(states):
+        for i, state in asking:
             words = self._mask_words(rows[i], positions[i], masks[i] if masks else None)
             if words is None and state.bias_ids is None and state.counts is None:
                 continue
@@ -144,7 +144,7 @@ class DeviceSampler:
                 table += [state.bias_ids[order], state.biases[order].astype(np.float64).view(np.int64)]
                 num_words += 2 * len(order)
         uploaded = self._upload(np.concatenate(table))
-        launch = kernels.Launch(uploaded, np.concatenate([draws, lists]), len(draws), num_processed)
+        launch = kernels.Launch(uploaded, np.concatenate(table[:2]).view(RECORD), len(draws), num_processed)
         drawn, facts, listed = map(self._fetch, kernels.draw(launch, logits, self._counts, self._last_tokens))
         event = None
         if self._device.type != "cpu":
@@ -189,7 +189,7 @@ class DeviceSampler:
         return tensor if self._device.type == "cpu" else tensor.pin_memory().to(self._device, non_blocking=True)
 
     def _fetch(self, tensor: Tensor) -> Tensor:
-        """The tensor on the host, once the stream has come so far."""
-        if self._device.type == "cpu":
+        """The tensor on the host, once the stream has come so far; one without elements stays where it is."""
+        if self._device.type == "cpu" or not tensor.numel():
             return tensor
         return torch.empty_like(tensor, device="cpu", pin_memory=True).copy_(tensor, non_blocking=True)
