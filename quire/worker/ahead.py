@@ -1,14 +1,15 @@
 """Steps whose tokens a device draws before the host has heard of the last ones.
 
 The model runner has one on a device that draws where logits are. A step goes ahead where nothing that it samples needs
-the host (grammars, several samples, ranking, processors do); a token that the host has not heard of yet is named by its
-row. What can't go ahead is drawn when the step is finished, still on the device as far as that can.
+the host (grammars, several samples, ranking, processors do); until the host has heard of a token its row has its own
+name there, -1 - index. What can't go ahead is drawn when the step is finished, still on the device as far as that can.
 """
 
 from collections import deque
 from collections.abc import Sequence
 from typing import NamedTuple
 
+import numpy as np
 from torch import Tensor
 
 from quire.attention.step import AdapterBatch
@@ -16,7 +17,6 @@ from quire.models.causal_lm import RunnableModel
 from quire.protocol.requests import SamplingTask
 from quire.protocol.step import Sampling, SequenceResult, StepPlan, StepResult
 from quire.sampling.lanes import Lane
-from quire.sampling.state import Mask
 from quire.sampling.waves import draw_lanes
 from quire.worker.devices.base import Device, Drawing, RowSampler
 from quire.worker.gather import StepBatch
@@ -48,12 +48,6 @@ class Ahead:
             row.draws_there, row.draws_ahead = True, not task.has_grammar
             self._sampler.assign(row.index, row.state)
 
-    def name_unheard(self, batch: StepBatch) -> None:
-        """Put rows' names in the place of tokens that only the device knows."""
-        for row, end in zip(batch.rows, batch.ends, strict=True):
-            if row.num_unheard:
-                batch.arrays.input_ids[end - 1] = -1 - row.index
-
     def begin(self, plan: StepPlan, batch: StepBatch, hidden: Tensor, adapters: AdapterBatch | None) -> bool:
         """Have the device draw what a computed step samples; False, and nothing done, where that needs the host.
 
@@ -61,33 +55,37 @@ class Ahead:
         """
         if self._table.num_with_prompt_logprobs:
             return False
-        for row, one in zip(batch.rows, plan.scheduled, strict=True):
-            if one.sampling and not (row.draws_ahead and one.sampling is Sampling.DRAW and one.num_samples == 1):
+        draw, places = Sampling.DRAW, list[int]()
+        for place, (row, one) in enumerate(zip(batch.rows, plan.scheduled, strict=True)):
+            if one.sampling is draw and one.num_samples == 1 and row.draws_ahead:
+                places.append(place)
+            elif one.sampling:
                 return False
-        places = [place for place, one in enumerate(plan.scheduled) if one.sampling]
+        for row, one in zip(batch.rows, plan.scheduled, strict=True):
+            row.num_computed += one.num_new_tokens
         rows, drawing = [batch.rows[place] for place in places], None
         if places:
             token_rows = [batch.ends[place] - 1 for place in places]
             chosen = self._device.take_rows(hidden, token_rows)
             logits = self._model.compute_logits(chosen, adapters and adapters.of(token_rows))
-            drawing = self._launch(logits, rows)
-        for row, one in zip(batch.rows, plan.scheduled, strict=True):
-            row.num_computed += one.num_new_tokens
-            row.num_unheard += bool(one.sampling)
+            indices, ends = [row.index for row in rows], [row.num_computed for row in rows]
+            drawing = self._sampler.launch(logits, indices, [row.num_computed - row.tokens.num_prompt for row in rows])
+            self._table.token_ids[indices, ends] = -1 - np.array(indices)  # their names, until `hear`
         self.steps.append(_Ahead(plan, rows, places, drawing))
         return True
 
     def hear(self) -> StepResult:
         """Wait for the oldest step, and take down what was drawn for the rows that are still there."""
         plan, rows, places, drawing = self.steps.popleft()
-        results = [SequenceResult()] * len(plan.scheduled)
+        results, live = [SequenceResult()] * len(plan.scheduled), self._table.rows
         if drawing is not None:
             drawn = drawing.wait()
-            for i, (row, place) in enumerate(zip(rows, places, strict=True)):
-                results[place] = SequenceResult(drawn.token_ids[i], drawn.logprobs[i], failure=drawn.failures.get(i))
-                if self._table.rows.get(row.sequence_id) is row:
-                    row.num_unheard -= 1
-                    row.append(drawn.token_ids[i])
+            for row, place, token_ids, logprobs in zip(rows, places, drawn.token_ids, drawn.logprobs, strict=True):
+                results[place] = SequenceResult(token_ids, logprobs)
+                if token_ids and live.get(row.sequence_id) is row:
+                    row.tokens.append(token_ids[0])
+            for i, failure in drawn.failures.items():
+                results[places[i]] = SequenceResult(failure=failure)
         return StepResult(step_id=plan.step_id, results=results)
 
     def draw(self, logits: Tensor, rows: Sequence[Row], lanes: Sequence[Lane]) -> None:
@@ -100,7 +98,8 @@ class Ahead:
         if own:
             chosen = self._device.take_rows(logits, [lane.first_row for _, lane in own])
             masks = [lane.masks.get(0) if lane.masks else None for _, lane in own]
-            drawn = self._launch(chosen, [row for row, _ in own], masks).wait()
+            indices, positions = [row.index for row, _ in own], [row.tokens.position for row, _ in own]
+            drawn = self._sampler.launch(chosen, indices, positions, masks).wait()
             for i, (row, lane) in enumerate(own):
                 lane.token_ids, lane.logprobs = drawn.token_ids[i], drawn.logprobs[i]
                 lane.failure = drawn.failures.get(i)
@@ -109,7 +108,3 @@ class Ahead:
         for row, _ in others:
             if row.draws_there and row.state is not None:
                 self._sampler.assign(row.index, row.state)  # it has not counted these tokens
-
-    def _launch(self, logits: Tensor, rows: Sequence[Row], masks: Sequence[Mask | None] | None = None) -> Drawing:
-        indices, positions = [row.index for row in rows], [row.position for row in rows]
-        return self._sampler.launch(logits, indices, positions, masks)

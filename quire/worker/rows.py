@@ -44,7 +44,6 @@ class Row:
     Attributes:
         index: of the row in the table's arrays.
         tokens: its tokens, a view of the table's.
-        num_unheard: tokens that a device has drawn and the host has not heard of.
         draws_there: the device draws its tokens, all but those under a grammar or among several samples.
         draws_ahead: nothing about them ever needs the host.
         num_computed: tokens whose keys and values are in the cache.
@@ -61,7 +60,6 @@ class Row:
     tokens: SequenceTokens
     num_blocks: list[int]
     num_computed: int = 0
-    num_unheard: int = 0
     draws_there: bool = False
     draws_ahead: bool = False
     state: SamplingState | None = None
@@ -74,9 +72,9 @@ class Row:
             self.tokens.append(token_id)
 
     @property
-    def position(self) -> int:
-        """Index in the output of the token to be drawn next."""
-        return self.tokens.num - self.tokens.num_prompt + self.num_unheard
+    def end(self) -> int:
+        """Index after all that its tokens' array may hold: tokens, drafts, names of tokens that only a device knows."""
+        return max(self.tokens.num + self.tokens.num_drafts, self.num_computed + 1)
 
     @property
     def prompt_logprobs(self) -> int | None:
@@ -138,7 +136,7 @@ class RowTable:
         row = self.rows.pop(sequence_id, None)
         if row is None:
             return
-        row.tokens.ids[: row.tokens.num + row.tokens.num_drafts] = 0
+        row.tokens.ids[: row.end] = 0
         for group, count in enumerate(row.num_blocks):
             self.block_tables[group, row.index, :count] = 0
         if row.prompt_logprobs is not None:
@@ -186,8 +184,7 @@ class RowTable:
         assert used.isdisjoint(self._free), "a used row is on the free list"
         assert len(used) + len(self._free) == len(self.token_ids), "a row is lost"
         for row in self.rows.values():
-            end = row.tokens.num + row.tokens.num_drafts
-            assert not self.token_ids[row.index, end:].any(), f"row {row.index} has tokens beyond its end"
+            assert not self.token_ids[row.index, row.end :].any(), f"row {row.index} has tokens beyond its end"
         is_filled = np.any(self.token_ids, axis=1) | np.any(self.block_tables, axis=(0, 2))
         for index in self._free:
             assert not is_filled[index], f"free row {index} keeps tokens or blocks"

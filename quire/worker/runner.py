@@ -103,8 +103,6 @@ class ModelRunner:
             self._pass_on(_Begun(plan, [], [], NO_HIDDEN))
             return
         batch = gather(plan.scheduled, self.table)
-        if self.ahead is not None:
-            self.ahead.name_unheard(batch)
         input_ids, step = self.device.upload(batch.arrays, self.cache.tensors)
         adapters = None if self.adapters is None else self.adapters.batch(batch.rows, batch.ends)
         if adapters is not None:
@@ -244,10 +242,10 @@ class ModelRunner:
 
     def _call_of_each(self, plan: StepPlan, rows: list[Row]) -> SampleCall | None:
         """What draws each sequence's token, where that is all, by parameters that are fixed: of most steps by far."""
-        others = [s for s in plan.scheduled if s.sampling is not Sampling.DRAW or s.num_samples > 1 or s.num_drafts]
-        if others or self.speculation is not None or self.ahead is not None or self.table.num_with_prompt_logprobs:
+        if self.speculation is not None or self.ahead is not None or self.table.num_with_prompt_logprobs:
             return None
-        return SampleCall.of_each([row.state for row in rows])
+        others = [s for s in plan.scheduled if s.sampling is not Sampling.DRAW or s.num_samples > 1 or s.num_drafts]
+        return None if others else SampleCall.of_each([row.state for row in rows])
 
     # ---- after it
 
