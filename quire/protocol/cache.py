@@ -60,9 +60,8 @@ def group_layers(layers: list[LayerCache], windows_of_all: Iterable[int | None] 
 
     `windows_of_all`: those of all stages' layers, so that each stage has all groups, of some perhaps no layer.
     """
-    windows = dict.fromkeys([*windows_of_all, *(layer.window for layer in layers)])
-    ordered = [w for w in windows if w is None] + [w for w in windows if w is not None]
-    return [CacheGroup([i for i, layer in enumerate(layers) if layer.window == w], w) for w in ordered]
+    windows = sorted(dict.fromkeys([*windows_of_all, *(each.window for each in layers)]), key=lambda w: w is not None)
+    return [CacheGroup([i for i, layer in enumerate(layers) if layer.window == w], w) for w in windows]
 
 
 def least(reports: list[CacheReport]) -> CacheReport:
