@@ -6,6 +6,7 @@ entry a group, in the order of `CacheLayout.groups`. All are msgspec structs wit
 thousand a step are hidden from the garbage collector (`gc=False`), as they can be part of no cycle.
 """
 
+from collections.abc import Sequence
 from enum import IntEnum
 
 import msgspec
@@ -137,7 +138,9 @@ class SequenceResult(msgspec.Struct, frozen=True, array_like=True, gc=False):
     token_ids: list[int] = []
     # One per token, where asked for. RANK: of the best candidate, for the likeliest that follow it.
     logprobs: list[TokenLogprobs] | None = None
-    draft_token_ids: list[int] = []  # for the next step; the row has them. A last -1: the token after them is drawn
+    # For the next step; the row has them. A last -1: the token after them is drawn. No list of its own where none are,
+    # which the garbage collector would count in each result.
+    draft_token_ids: Sequence[int] = ()
     candidates: TokenLogprobs | None = None  # RANK: the best tokens after processing, best first
     pooled: list[float] | None = None  # of a PoolingTask whose prompt is computed: its last token's hidden state [H]
     prompt_logprobs: PromptLogprobs | None = None  # this step's part, where asked for

@@ -159,7 +159,7 @@ class Outcomes:
             if found.pooled is not None:
                 outputs = [structs.replace(outputs[0], pooled=found.pooled)]
         if reason is None:
-            drafts = found.draft_token_ids
+            drafts = list(found.draft_token_ids)
             if drafts:
                 sequence.kept_drafts = sequence.num_tokens, drafts
                 if drafts[-1] < 0:
