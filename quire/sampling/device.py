@@ -44,13 +44,13 @@ class Pending:
         """What was drawn, one token a row, once the device has drawn it."""
         if self.event is not None:
             self.event.synchronize()
-        output = SamplerOutput([[token_id] for token_id in self.drawn[:, 0].tolist()], [None] * len(self.drawn))
-        for i in self.drawn[:, 1].nonzero().flatten().tolist():
-            output.token_ids[i] = []
-            output.failures[i] = unusable(MAXIMA[int(self.drawn[i, 1])]).failure
+        drawn = self.drawn.numpy()
+        output = SamplerOutput(drawn[:, :1].tolist(), [None] * len(drawn))
+        for i in np.flatnonzero(drawn[:, 1]).tolist():
+            output.token_ids[i], output.failures[i] = [], unusable(MAXIMA[int(drawn[i, 1])]).failure
         if self.listing:
-            drawn = self.drawn[list(self.listing), 0].tolist()
-            entries = listed_logprobs(self.facts.numpy(), self.listed.numpy(), drawn, list(self.listing.values()))
+            tokens = drawn[list(self.listing), 0].tolist()
+            entries = listed_logprobs(self.facts.numpy(), self.listed.numpy(), tokens, list(self.listing.values()))
             for i, entry in zip(self.listing, entries, strict=True):
                 output.logprobs[i] = [TokenLogprobs(*entry)] if output.token_ids[i] else None
         return output

@@ -43,5 +43,5 @@ class Staging:
         np.concatenate([array.ravel() for array in arrays], out=host.numpy()[:size])
         device = host[:size].to(self._stream.device, non_blocking=True, copy=True)
         self._marks[number] = self._stream.mark()
-        parts = device.split([array.size for array in arrays])
+        parts = device.split_with_sizes([array.size for array in arrays])
         return [part.view(array.shape) for part, array in zip(parts, arrays, strict=True)]
