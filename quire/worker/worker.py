@@ -18,6 +18,7 @@ from quire.distributed.links import AnyLink, open_link
 from quire.errors import ConfigError
 from quire.lora.slots import LoraSlots
 from quire.models.registry import CausalLM
+from quire.ops.native.library import TORCH
 from quire.protocol.cache import CacheLayout, CacheReport, group_layers
 from quire.protocol.step import SampleGuide, StepPlan, StepResult
 from quire.protocol.worker import CallReply, CheckIntegrity, PlaceAdapters, WorkerReply, WorkerReport
@@ -120,9 +121,10 @@ class Worker:
             held += self._drafter.module.parameters()
             if config.load_format != "none":
                 self._drafter.load(progress)
+        unasked = "unserved" if device.kernels == TORCH else "best"
         return WorkerReport(
             kernels=device.kernels,
-            kernels_reason=device.kernels_reason,
+            kernels_reason="asked" if device.kernels == config.kernels else unasked,
             num_threads=device.num_threads,
             is_small_model=device.is_small_model,
             quantization=config.quantization,

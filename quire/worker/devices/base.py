@@ -9,7 +9,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager
 from functools import partial
-from typing import Any, Literal, Protocol, TypeVar
+from typing import Any, Protocol, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -64,7 +64,6 @@ class Device(ABC):
 
     Attributes:
         kernels: the level of compiled kernels in use, "torch" for none.
-        kernels_reason: as `WorkerReport.kernels_reason`.
         dtype: of activations.
         backend: the attention backend to build models with.
         packs_weights: weights lie packed in a store, of which a later start may map a file.
@@ -81,7 +80,6 @@ class Device(ABC):
     kernels: str
     group: Group | NetworkGroup | None = None
     clock: Callable[[], float]
-    kernels_reason: Literal["asked", "best", "unserved"]
     dtype: torch.dtype
     backend: AttentionBackend[Any]
     copied_bytes: int

@@ -65,8 +65,6 @@ class CpuDevice(Device):
             raise ConfigError("kv_cache_dtype='int8' needs the compiled kernels, which this run does without.")
         if config.kv_cache_dtype == "fp8":
             raise ConfigError("kv_cache_dtype='fp8' is for GPUs; a CPU has 'int8'.")
-        default = "unserved" if self.kernels == TORCH else "best"
-        self.kernels_reason = "asked" if self.kernels == config.kernels else default
         int8 = "-int8" if config.kv_cache_dtype == "int8" else ""
         self.backend = select_backend(f"native{int8}" if self.packs_weights else "reference", self.kernels)
         self.num_threads = default_num_threads()

@@ -62,8 +62,6 @@ class CudaDevice(Device):
         self.clock = time.perf_counter
         self.kernels = _install(config, self.stream.device)
         self._check_fp8(config.kv_cache_dtype)
-        unasked = "best" if self.kernels == TRITON else "unserved"
-        self.kernels_reason = "asked" if self.kernels == config.kernels else unasked
         self.backend = select_backend(_backend(config, self.kernels))
         self.draws = self.kernels == TRITON
         self._staging = Staging(self.stream)
