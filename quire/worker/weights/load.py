@@ -7,11 +7,11 @@ parameters, so that the peak is the model plus one window of mapped file. Must n
 
 import time
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import nullcontext
 from dataclasses import dataclass
-from typing import Any
 
 import torch
+from tqdm import tqdm
 
 from quire.config.model import ModelConfig
 from quire.errors import ModelLoadError
@@ -63,6 +63,9 @@ def _stream(model: CausalLM, source: TensorSource, progress: bool) -> None:
     current, current_file = "no tensor", ""
     filled = model.filled_weights
     total = sum(spec.num_bytes for spec in source.specs if spec.name not in filled)
+    bar = None
+    if progress and total > 0:
+        bar = tqdm(total=total, desc="Loading weights", unit="B", unit_scale=True, unit_divisor=1024)
 
     def tensors() -> Iterator[tuple[str, torch.Tensor]]:
         nonlocal current, current_file
@@ -73,7 +76,7 @@ def _stream(model: CausalLM, source: TensorSource, progress: bool) -> None:
                 bar.update(spec.num_bytes)
 
     try:
-        with torch.no_grad(), _bar(total, progress and total > 0) as bar:
+        with torch.no_grad(), bar or nullcontext():
             model.load_weights(tensors())
     except ModelLoadError as error:
         if current_file in str(error):
@@ -81,12 +84,3 @@ def _stream(model: CausalLM, source: TensorSource, progress: bool) -> None:
         raise ModelLoadError(f"{current_file}: {error}") from error
     except RuntimeError as error:  # torch's word for shapes that don't match
         raise ModelLoadError(f"Tensor {current} does not fit the model that config.json describes: {error}") from error
-
-
-def _bar(total: int, shown: bool) -> AbstractContextManager[Any]:
-    """A bar of so many bytes on stderr; None inside where it is not shown."""
-    if not shown:
-        return nullcontext()
-    from tqdm import tqdm  # not needed by a silent start
-
-    return tqdm(total=total, desc="Loading weights", unit="B", unit_scale=True, unit_divisor=1024)
