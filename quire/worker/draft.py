@@ -174,6 +174,6 @@ class DraftModelProposer(Proposer):
 
     def _compute(self, rows: Sequence[DraftedSequence], starts: Sequence[int], counts: Sequence[int]) -> Tensor:
         """The hidden state of the last token of each, [R, H]."""
-        batch = gather_tokens([self._table[row.sequence_id] for row in rows], starts, counts, self._table)
+        batch = gather_tokens([self._table.rows[row.sequence_id] for row in rows], starts, counts, self._table)
         hidden = self._model(*self._device.upload(batch.arrays, self._caches))
         return self._device.take_rows(hidden, [end - 1 for end in batch.ends])

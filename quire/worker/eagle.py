@@ -198,7 +198,7 @@ class EagleProposer(Proposer):
                 return
             for i in trees.growing:
                 orders[i].row.tokens.set_drafts(trees.drafts(i))
-            rows = [self._table[orders[i].row.sequence_id] for i in trees.growing]
+            rows = [self._table.rows[orders[i].row.sequence_id] for i in trees.growing]
             stops = [orders[i].stop for i in trees.growing]
             nodes = gather_nodes(rows, stops, [0] * len(rows), trees.levels, self._table)
             hidden = self._compute(nodes, self._device.take_rows(hidden, parents))
@@ -212,5 +212,5 @@ class EagleProposer(Proposer):
         self, rows: Sequence[DraftedSequence], starts: Sequence[int], counts: Sequence[int], hidden: Tensor
     ) -> Tensor:
         """What the head makes of the last token of each, [R, H]."""
-        batch = gather_tokens([self._table[row.sequence_id] for row in rows], starts, counts, self._table)
+        batch = gather_tokens([self._table.rows[row.sequence_id] for row in rows], starts, counts, self._table)
         return self._device.take_rows(self._compute(batch, hidden), [end - 1 for end in batch.ends])

@@ -105,9 +105,6 @@ class RowTable:
         self._blocks_shape = len(layout.groups), num_rows, -(-max_tokens // layout.block_size)
         self.clear()
 
-    def __getitem__(self, sequence_id: int) -> Row:
-        return self.rows[sequence_id]
-
     def add(self, sequence: NewSequence) -> Row:
         """Take a free row for a sequence that is not held yet, without a sampling state."""
         request = self.requests[sequence.request_id]

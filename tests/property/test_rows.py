@@ -85,7 +85,7 @@ class RowsMachine(RuleBasedStateMachine):
             assert batch.arrays.block_tables[group][0].tolist() == held[:needed]
         assert batch.arrays.seq_lens.tolist() == [end]
         assert batch.ends == [count + num_drafts]
-        row = self.table[chosen]
+        row = self.table.rows[chosen]
         row.num_computed += count
         twin["computed"] += count
         if ends:
@@ -126,7 +126,7 @@ class RowsMachine(RuleBasedStateMachine):
             if above:
                 self.table.advance(ScheduledSequence(chosen, 1, num_drafts=len(drafts), draft_token_ids=drafts))
             else:
-                self.table[chosen].tokens.set_drafts(drafts)
+                self.table.rows[chosen].tokens.set_drafts(drafts)
             twin["drafts"] = list(drafts)
 
     @precondition(lambda self: len(self.twin) < NUM_ROWS)
@@ -169,7 +169,7 @@ class RowsMachine(RuleBasedStateMachine):
         self.table.check_integrity(list(self.twin))
         assert self.table.num_with_prompt_logprobs == sum(twin["asks"] for twin in self.twin.values())
         for sequence_id, twin in self.twin.items():
-            row = self.table[sequence_id]
+            row = self.table.rows[sequence_id]
             end = row.tokens.num + row.tokens.num_drafts
             assert self.table.token_ids[row.index, :end].tolist() == twin["tokens"] + twin["drafts"]
             for group, blocks in enumerate(twin["blocks"]):

@@ -70,7 +70,7 @@ def node_of(row: Row, base: int, node: int) -> tuple[Row, list[int], list[int], 
 
 
 def test_a_step_with_trees_and_without(table: RowTable) -> None:
-    table[2].num_computed = 8
+    table.rows[2].num_computed = 8
     scheduled = [
         ScheduledSequence(0, 1 + len(TREE), num_drafts=len(TREE)),
         ScheduledSequence(2, 4),
@@ -78,7 +78,7 @@ def test_a_step_with_trees_and_without(table: RowTable) -> None:
     ]
     batch = gather(scheduled, table)
     assert batch.ends == [7, 11, 15]
-    zero, one, two = (table[i] for i in range(3))
+    zero, one, two = (table.rows[i] for i in range(3))
     expected = [(zero, [0], [0], []), *(node_of(zero, 1, node) for node in range(6))]
     expected += [(two, [8, 9, 10, 11], [8, 9, 10, 11], [])]
     expected += [(one, [6], [6], []), *(node_of(one, 7, node) for node in range(3))]
@@ -89,7 +89,7 @@ def test_a_step_with_trees_and_without(table: RowTable) -> None:
 
 def test_some_nodes_alone(table: RowTable) -> None:
     """As a proposer computes them, level by level."""
-    one, two = table[1], table[2]
+    one, two = table.rows[1], table.rows[2]
     batch = gather_nodes([two, one], [12, 5], [0, 2], [range(2, 5), range(2)], table)
     assert batch.ends == [3, 7]
     expected = [node_of(two, 12, node) for node in (2, 3, 4)]
@@ -104,17 +104,17 @@ def test_a_step_without_drafts_has_no_tails(table: RowTable) -> None:
 
 
 def test_a_step_of_trees_alone(table: RowTable) -> None:
-    zero, two = table[0], table[2]
+    zero, two = table.rows[0], table.rows[2]
     scheduled = [ScheduledSequence(2, 1 + 2, num_drafts=2), ScheduledSequence(0, 1), ScheduledSequence(1, 1)]
     batch = gather(scheduled, table)
     expected = [(two, [11], [11], []), node_of(two, 12, 0), node_of(two, 12, 1)]
-    check(table, batch.arrays, [*expected, (zero, [0], [0], []), (table[1], [6], [6], [])])
+    check(table, batch.arrays, [*expected, (zero, [0], [0], []), (table.rows[1], [6], [6], [])])
 
 
 @pytest.mark.skipif(library() is None, reason="needs the compiled library")
 @pytest.mark.parametrize("counts", [[1, 1, 1], [2, 7, 5], [1], [5], [3, 0, 1]])
 def test_the_compiled_library_gathers_what_numpy_does(table: RowTable, counts: list[int]) -> None:
-    rows = [table[number] for number in (2, 1, 0)[: len(counts)]]
+    rows = [table.rows[number] for number in (2, 1, 0)[: len(counts)]]
     first = [9, 0, 2][: len(counts)]
     places, num_blocks = [row.index for row in rows], -(-max(map(add, first, counts)) // SIZE)
     natively, in_numpy = (make(places, first, counts, num_blocks, table) for make in (_natively, _in_numpy))

@@ -76,7 +76,7 @@ def test_drafts_from_above_take_the_place_of_the_rows(drive: Callable[..., Drive
     driver.drafts[2] = 3
     (result,) = driver.step([driver.next(2, draft_token_ids=[first, second, (third + 1) % VOCAB])])
     assert result.token_ids == [first, second, third]
-    assert driver.executor.worker.runner.table[2].num_computed == 3 + 3
+    assert driver.executor.worker.runner.table.rows[2].num_computed == 3 + 3
 
 
 def test_a_fork_goes_on_from_a_snapshot_and_parents_may_go(drive: Callable[..., Driver]) -> None:
@@ -86,7 +86,7 @@ def test_a_fork_goes_on_from_a_snapshot_and_parents_may_go(drive: Callable[..., 
     # The prompt's last block is shared and not full: the child gets a copy of it, as its first write would demand.
     fork = driver.fork(8, 1, result.token_ids[1])
     table, copy = driver.executor.worker.runner.table, 99
-    source = int(table.block_tables[0, table[1].index, 1])
+    source = int(table.block_tables[0, table.rows[1].index, 1])
     del driver.num_tokens[1]
     (forked,) = driver.step(
         [driver.next(8, edits=[(0, 1, copy)], new_block_ids=driver.blocks(3))],
@@ -111,7 +111,7 @@ def test_rank_names_the_best_after_processing_and_appends_nothing(drive: Callabl
     assert len(ranked.candidates.token_ids) == 3
     assert set(ranked.candidates.token_ids) <= {3, 4, 5, 6, 30}
     assert ranked.candidates.logprobs == sorted(ranked.candidates.logprobs, reverse=True)
-    assert driver.executor.worker.runner.table[2].tokens.num == 3
+    assert driver.executor.worker.runner.table.rows[2].tokens.num == 3
 
     (drawn,) = drive().start(2, PROMPTS[2], **params)
     assert drawn.token_ids == ranked.candidates.token_ids[:1]
@@ -126,7 +126,7 @@ def test_what_the_scheduler_chooses_is_appended(drive: Callable[..., Driver]) ->
     (after,) = driver.step([driver.next(2, chosen_token_id=30)])
     (same,) = drive().start(2, [*PROMPTS[2], 30], temperature=0.0, logprobs=0)
     assert same == after
-    assert driver.executor.worker.runner.table[2].tokens.output() == [30, after.token_ids[0]]
+    assert driver.executor.worker.runner.table.rows[2].tokens.output() == [30, after.token_ids[0]]
 
 
 def test_masks_hold_for_each_sampled_position(drive: Callable[..., Driver]) -> None:
