@@ -79,12 +79,12 @@ class Device(ABC):
 
     kernels: str
     group: Group | NetworkGroup | None = None
-    clock: Callable[[], float]
+    clock: Callable[[], float] = staticmethod(time.perf_counter)
     dtype: torch.dtype
     backend: AttentionBackend[Any]
     copied_bytes: int
-    packs_weights: bool
-    num_threads: int
+    packs_weights: bool = False
+    num_threads: int = 1
     is_small_model: bool = False
     draws: bool = False
     target: Target | None = None

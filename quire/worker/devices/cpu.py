@@ -54,8 +54,9 @@ class CpuDevice(Device):
 
     def __init__(self, config: WorkerConfig) -> None:
         self.dtype = DTYPES[config.model.dtype]
-        self.group = group = tensor_group(config) if config.tensor_size > 1 else None
-        self.clock = time.perf_counter if group is None else lambda: group.agree(time.perf_counter())
+        if config.tensor_size > 1:
+            self.group = group = tensor_group(config)
+            self.clock = lambda: group.agree(time.perf_counter())
         self.kernels = choose_level(config.kernels)
         if self.kernels != TORCH and self.dtype not in (torch.float32, torch.bfloat16):
             logger.info("no compiled kernels for %s: plain torch is used", config.model.dtype)

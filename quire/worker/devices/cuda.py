@@ -6,7 +6,6 @@ one copy, and its tokens are drawn there. Without Triton plain torch does the sa
 
 import importlib.util
 import logging
-import time
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager
 
@@ -51,15 +50,12 @@ class CudaDevice(Device):
     """
 
     copied_bytes = 64 * 2**20
-    packs_weights = False
-    num_threads = 1
 
     def __init__(self, config: WorkerConfig, stream: CudaStream | None = None) -> None:
         if config.num_ranks > 1:
             raise ConfigError(f"device='cuda' has one rank so far, and not {config.num_ranks}; device='cpu' has them.")
         self._config, self.dtype = config, DTYPES[config.model.dtype]
         self.stream = stream or CudaStream()
-        self.clock = time.perf_counter
         self.kernels = _install(config, self.stream.device)
         self._check_fp8(config.kv_cache_dtype)
         self.backend = select_backend(_backend(config, self.kernels))
