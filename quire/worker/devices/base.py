@@ -6,7 +6,7 @@ and takes hidden states from it. A device knows tensors and kernels, and neither
 
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from functools import partial
 from typing import Any, Protocol, TypeVar
@@ -163,7 +163,7 @@ class Device(ABC):
         """
 
     @abstractmethod
-    def copy(self, caches: Sequence[Tensor], host: Tensor, pairs: Iterable[tuple[int, int]], *, out: bool) -> None:
+    def copy(self, caches: Sequence[Tensor], host: Tensor, pairs: Sequence[tuple[int, int]], *, out: bool) -> None:
         """Copy blocks, as (source, destination), out to host memory, or else in from there.
 
         A host block has the caches' parts of a block one after another.
@@ -211,3 +211,9 @@ class Device(ABC):
     def make_sampler(self, vocab_size: int) -> RowSampler:
         """What draws tokens, of a device that `draws`."""
         raise NotImplementedError
+
+
+def block_parts(caches: Sequence[Tensor], host: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
+    """Of each cache its blocks as rows of bytes, and the part of host blocks that is for them."""
+    rows = [cache.view(torch.uint8).view(len(cache), -1) for cache in caches]
+    return zip(rows, host.split([row.shape[1] for row in rows], 1), strict=True)

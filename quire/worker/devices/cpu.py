@@ -7,7 +7,7 @@ the KV cache lies in huge pages. Knows no plan and no row.
 import logging
 import os
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from copy import copy
 
@@ -28,7 +28,7 @@ from quire.ops.native.library import TORCH, Target, choose_level, default_num_th
 from quire.quantization.packed import Packing
 from quire.quantization.registry import TypesByLayer, WeightFormats, select_formats
 from quire.utils.host_memory import available_memory_bytes
-from quire.worker.devices.base import Device
+from quire.worker.devices.base import Device, block_parts
 from quire.worker.gather import Ints
 from quire.worker.pages import huge_pages, keep_freed_memory
 from quire.worker.tuning import tune
@@ -128,13 +128,9 @@ class CpuDevice(Device):
     def allocate_host(self, num_blocks: int, block_bytes: int) -> Tensor:
         return huge_pages((num_blocks, block_bytes), torch.uint8)
 
-    def copy(self, caches: Sequence[Tensor], host: Tensor, pairs: Iterable[tuple[int, int]], *, out: bool) -> None:
-        start = 0
-        for cache in caches:
-            part = cache.view(torch.uint8).view(len(cache), -1).numpy()
-            rows = host.numpy()[:, start : start + part.shape[1]]
-            start += part.shape[1]
-            sources, destinations = (part, rows) if out else (rows, part)
+    def copy(self, caches: Sequence[Tensor], host: Tensor, pairs: Sequence[tuple[int, int]], *, out: bool) -> None:
+        for own, held in block_parts(caches, host):
+            sources, destinations = (own.numpy(), held.numpy()) if out else (held.numpy(), own.numpy())
             for source, destination in pairs:
                 destinations[destination] = sources[source]
 

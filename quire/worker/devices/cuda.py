@@ -6,7 +6,7 @@ one copy, and its tokens are drawn there. Without Triton plain torch does the sa
 
 import importlib.util
 import logging
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 
 import numpy as np
@@ -22,7 +22,7 @@ from quire.models.registry import DTYPES
 from quire.ops.native.library import TORCH
 from quire.protocol.cache import LayerCache
 from quire.quantization.registry import TypesByLayer, WeightFormats, select_formats
-from quire.worker.devices.base import Device, M, RowSampler
+from quire.worker.devices.base import Device, M, RowSampler, block_parts
 from quire.worker.devices.graphs import SIZES, GraphedModel, Run
 from quire.worker.devices.meter import DeviceMeter, Meter
 from quire.worker.devices.staging import Staging
@@ -132,13 +132,9 @@ class CudaDevice(Device):
         except RuntimeError as error:
             raise MemoryError(str(error)) from error
 
-    def copy(self, caches: Sequence[Tensor], host: Tensor, pairs: Iterable[tuple[int, int]], *, out: bool) -> None:
-        pairs, start = list(pairs), 0
-        for cache in caches:
-            part = cache.view(torch.uint8).view(len(cache), -1)
-            rows = host[:, start : start + part.shape[1]]
-            start += part.shape[1]
-            sources, destinations = (part, rows) if out else (rows, part)
+    def copy(self, caches: Sequence[Tensor], host: Tensor, pairs: Sequence[tuple[int, int]], *, out: bool) -> None:
+        for own, held in block_parts(caches, host):
+            sources, destinations = (own, held) if out else (held, own)
             for source, destination in pairs:
                 destinations[destination].copy_(sources[source], non_blocking=True)
         self.stream.mark().synchronize()  # whoever reads or writes host blocks next does not ask the device
