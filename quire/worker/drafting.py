@@ -11,7 +11,9 @@ from dataclasses import dataclass, field
 
 from torch import Tensor, nn
 
-from quire.models.causal_lm import RunnableModel
+from quire.config.speculative import SpeculativeConfig
+from quire.models.builder import BuildContext, Builder
+from quire.models.causal_lm import CausalLM, RunnableModel
 from quire.ops.native.library import Target
 from quire.ops.native.rounds import Rounds
 from quire.protocol.cache import CacheGroup, LayerCache
@@ -78,6 +80,12 @@ class Drafter(ABC):
     timed_sizes: Sequence[int] = (1, 4, 16, 64)
     module: nn.Module
     store: WeightStore
+
+    def builder(self, config: SpeculativeConfig, model: CausalLM) -> Builder:
+        """What builds heads beside the model, of its type; their weights go to a store of their own."""
+        self.store = WeightStore(None)
+        formats = self.device.weight_formats(config.quantization, self.store)
+        return Builder(BuildContext(self.device.backend, formats, model.dtype))
 
     @abstractmethod
     def load(self, progress: bool) -> None:

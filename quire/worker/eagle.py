@@ -14,7 +14,6 @@ from torch import Tensor
 
 from quire.config.draft_tree import DraftTree
 from quire.config.worker import WorkerConfig
-from quire.models.builder import BuildContext, Builder
 from quire.models.causal_lm import CausalLM, RunnableModel
 from quire.models.compiled_eagle import CompiledEagle
 from quire.models.eagle import EagleHead, RunnableHead, TimedHead
@@ -30,7 +29,6 @@ from quire.worker.devices.base import Device
 from quire.worker.drafting import Drafter, Order, draft_in_steps, draft_natively, drafting_state, drafts_of, rank_tokens
 from quire.worker.gather import StepBatch, gather_nodes, gather_tokens
 from quire.worker.rows import RowTable
-from quire.worker.weights.store import WeightStore
 
 _MOST_HELD = 512  # hidden states of a sequence that wait for drafts to be wanted
 _MOST_HELD_OF_ALL = 16384
@@ -55,9 +53,7 @@ class EagleModel(Drafter):
         found = open_heads(draft.path, draft.model, load_format=config.load_format)
         self._checkpoint = found.made_for(speculative.method)
         check_eagle_head(draft, config.model)
-        self.store = WeightStore(None)
-        formats = device.weight_formats(speculative.quantization, self.store)
-        builder = Builder(BuildContext(device.backend, formats, model.dtype))
+        builder = self.builder(speculative, model)
         taps = eagle_taps(draft, config.model) if speculative.method == "eagle3" else None
         own = {our_name(name) for name in self._checkpoint.shapes}
         self.model = device.place(lambda: EagleHead(draft, builder, model, own, taps))

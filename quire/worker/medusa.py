@@ -13,7 +13,6 @@ from torch import Tensor
 
 from quire.config.speculative import SpeculativeConfig
 from quire.config.worker import WorkerConfig
-from quire.models.builder import BuildContext, Builder
 from quire.models.causal_lm import CausalLM, RunnableModel
 from quire.models.heads import fill_heads, open_heads
 from quire.models.medusa import MedusaHeads, MedusaLogits, read_heads, read_token_map
@@ -24,7 +23,6 @@ from quire.speculative.base import DraftedSequence, Proposer
 from quire.worker.devices.base import Device
 from quire.worker.drafting import Drafter, drafting_state, rank_tokens
 from quire.worker.rows import RowTable
-from quire.worker.weights.store import WeightStore
 
 # Heads know less than the model, and what they spread over many tokens is seldom drawn: at half the temperature half as
 # many drafts again are accepted, of those of the demo's heads.
@@ -50,9 +48,7 @@ class MedusaModel(Drafter):
         tree = speculative.tree
         num_heads = speculative.num_speculative_tokens if tree is None else tree.max_depth
         shape, self._names = read_heads(self._checkpoint, config.model, num_heads)
-        self.store = WeightStore(None)
-        formats = device.weight_formats(speculative.quantization, self.store)
-        builder = Builder(BuildContext(device.backend, formats, model.dtype))
+        builder = self.builder(speculative, model)
         self.module = self._heads = device.place(lambda: MedusaHeads(shape, builder))
 
     def load(self, progress: bool) -> None:
