@@ -11,7 +11,6 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 
 import numpy as np
-from msgspec import structs
 from torch import Tensor
 
 from quire.attention.step import AdapterBatch
@@ -49,6 +48,7 @@ logger = logging.getLogger(__name__)
 
 # Rows of logits held at once for prompt logprobs: 128 rows of a 152k vocabulary are 78 MB in fp32.
 PROMPT_LOGPROBS_ROWS = 128
+_NOTHING = SequenceResult()
 
 
 @dataclass(slots=True)
@@ -310,8 +310,8 @@ class ModelRunner:
             if lane.failure is not None:
                 results[place] = SequenceResult(failure=lane.failure)
             else:
-                result = SequenceResult(lane.token_ids, lane.logprobs, drafts.get(place, []))
-                results[place] = result if results[place] is _NOTHING else _with_prompt(results[place], result)
+                own, before = drafts.get(place, []), results[place].prompt_logprobs
+                results[place] = SequenceResult(lane.token_ids, lane.logprobs, own, prompt_logprobs=before)
 
     def _attach_masks(self, guide: SampleGuide, lanes: dict[int, Lane]) -> None:
         """Give each lane its bitmasks, where they lie in the guide's memory."""
@@ -329,10 +329,10 @@ class ModelRunner:
             lane.go_to(0)
         for (place, lane), found in zip(lanes.items(), rank(logits, several, self.device.target), strict=True):
             if isinstance(found, Failure):
-                result = SequenceResult(failure=found)
+                results[place] = SequenceResult(failure=found)
             else:
-                result = SequenceResult(candidates=found, logprobs=self._likeliest(logits, lane, found))
-            results[place] = _with_prompt(results[place], result)
+                likeliest, before = self._likeliest(logits, lane, found), results[place].prompt_logprobs
+                results[place] = SequenceResult(candidates=found, logprobs=likeliest, prompt_logprobs=before)
 
     def _move_paths(self, rows: list[Row], lanes: dict[int, Lane]) -> None:
         """Let keys and values of trees' accepted drafts lie where a chain's would."""
@@ -367,11 +367,3 @@ class ModelRunner:
                 targets = row.tokens.ids[low + 1 : high + 1].tolist()
                 entries.extend(prompt_logprobs(logits, targets, top, self.device.target))
             results[place] = SequenceResult(prompt_logprobs=PromptLogprobs(start=start + 1, entries=entries))
-
-
-_NOTHING = SequenceResult()
-
-
-def _with_prompt(prompt: SequenceResult, result: SequenceResult) -> SequenceResult:
-    """`result`, and the prompt logprobs that were found before it."""
-    return structs.replace(result, prompt_logprobs=prompt.prompt_logprobs)
