@@ -58,7 +58,6 @@ class Step:
         caches: the KV cache of each cache layer.
         attention: what the attention backend built, by KV group.
         adapters: None where no token has one.
-        states: int32 [S], the slot of each sequence's recurrent state, where layers keep one.
         taps: None where nobody wants hidden states.
         incoming: [T, H], what the layers of the stage before have made; None where there are none.
         outgoing: [T, H], where what the last layer makes is to be for the next stage; None where there is none.
@@ -68,7 +67,6 @@ class Step:
     caches: Sequence[Tensor] = ()
     attention: Sequence[Any] = ()
     adapters: AdapterBatch | None = None
-    states: Tensor | None = None
     taps: Taps | None = None
     incoming: Tensor | None = None
     outgoing: Tensor | None = None
