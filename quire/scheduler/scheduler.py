@@ -67,7 +67,6 @@ class Scheduler:
         self._step_id = 0
         # Step ids, when they were planned, and for which sequences.
         self._in_flight: deque[tuple[int, float, list[Sequence]]] = deque()
-        self._last_update = 0.0
 
     # Requests come and go.
 
@@ -196,12 +195,12 @@ class Scheduler:
         assert plan.step_id == result.step_id == step_id, "update() with another step's plan or result"
         self._in_flight.popleft()
         # With several in flight, it began when the one before it was done.
-        seconds = now - max(planned_at, self._last_update)
+        seconds = now - max(planned_at, self.kv.times.now)
         if plan.scheduled:
             self._planner.policy.on_step(plan.num_tokens, seconds)
         if self.kv.space is not None:
             self.kv.space.learn(plan.num_tokens, len(plan.scheduled), seconds)
-        self._last_update = self.kv.times.now = now
+        self.kv.times.now = now
         self.kv.plan_done(result.disk)
         return self._outcomes.take(sequences, plan.scheduled, result.results)
 
