@@ -23,7 +23,7 @@ from quire.ops.native.library import TORCH
 from quire.protocol.cache import LayerCache
 from quire.quantization.registry import TypesByLayer, WeightFormats, select_formats
 from quire.worker.devices.base import Device, M, RowSampler, block_parts
-from quire.worker.devices.graphs import SIZES, GraphedModel, Run
+from quire.worker.devices.graphs import SIZES, GraphedModel
 from quire.worker.devices.meter import DeviceMeter, Meter
 from quire.worker.devices.staging import Staging
 from quire.worker.devices.stream import CudaStream
@@ -105,10 +105,10 @@ class CudaDevice(Device):
     def compile(self, model: CausalLM, tapped: Sequence[int] = ()) -> RunnableModel:
         config, is_eager = self._config, self._config.enforce_eager or self.kernels == TORCH
         is_eager |= any(getattr(each, "waits", False) for each in model.modules())  # mixtures of experts
-        run = Run(self.stream, self.backend.build)
         longest, block = config.model.max_model_len + config.max_num_drafts, config.block_size
         most = 0 if is_eager else min(config.max_num_seqs, SIZES[-1])
-        return GraphedModel(model, run, self._last_tokens, max_size=most, max_context=-(-longest // block) * block)
+        sizes = {"max_size": most, "max_context": -(-longest // block) * block}
+        return GraphedModel(model, self.stream, self.backend.build, self._last_tokens, **sizes)
 
     def meter(self, model: RunnableModel, layers: Sequence[LayerCache], num_groups: int) -> Meter:
         plain, config = super().meter(model, layers, num_groups), self._config

@@ -1,8 +1,8 @@
-"""Steps that compute one token of each sequence as captured graphs: hundreds of kernels are handed over in one call.
+"""Steps of not too many tokens as captured graphs: hundreds of kernels are handed over in one call.
 
 The CUDA device wraps its model in this. A graph is captured when a step of its size first comes: for a number of
-sequences and a longest context out of a table each, to which steps are padded with rows that read and write nothing.
-All else runs as it is. Bits are the same both ways. Knows no plan.
+tokens, of sequences and a longest context out of a table each, to which steps are padded with tokens and sequences
+that read and write nothing. All else runs as it is. Bits are the same both ways. Knows no plan.
 """
 
 import logging
@@ -20,8 +20,15 @@ from quire.attention.step import AdapterBatch, Step
 from quire.models.causal_lm import CausalLM
 from quire.worker.devices.stream import CudaStream
 
-SIZES = (1, 2, 4, *range(8, 65, 8), *range(80, 129, 16), *range(160, 513, 32))  # sequences of a graph
+# Sequences of one token each.
+SIZES = (1, 2, 4, *range(8, 65, 8), *range(80, 129, 16), *range(160, 513, 32), *range(576, 1025, 64))
+# Tokens where some have more: of a step of more the device has enough to do while kernels are handed over.
+TOKENS = (16, 32, *range(64, 513, 64), *range(640, 1025, 128), *range(1280, 2049, 256))
+FEW = 2  # sequences that such tokens may be of; or else all that there can be
 CONTEXTS = tuple(1024 * 4**i for i in range(6))  # tokens of the longest one
+
+Build = Callable[[AttentionBatch], Any]
+Key = tuple[int, int, bool, int]  # of a graph: tokens, sequences, whether those have one each, the longest context
 
 logger = logging.getLogger(__name__)
 
@@ -31,9 +38,10 @@ class _Graph:
     """One captured step.
 
     Attributes:
-        ids, positions, batches: what it reads, of as many sequences as it has rows.
-        hidden: [rows, H], what it writes.
-        num_used: rows that the last step filled.
+        ids, positions, batches: what it reads, of as many tokens and sequences as it has rows.
+        hidden: [tokens, H], what it writes.
+        has_one_each: whether each sequence has one token; else `query_start_loc`, which batches share, is read, too.
+        used: tokens and sequences that the last step filled.
     """
 
     ids: Tensor
@@ -41,54 +49,49 @@ class _Graph:
     batches: list[AttentionBatch]
     hidden: Tensor
     replay: Callable[[], None]
-    num_used: int = 0
+    has_one_each: bool
+    used: tuple[int, int] = (0, 0)
 
     def run(self, ids: Tensor, positions: Tensor, batches: Sequence[AttentionBatch]) -> Tensor:
-        """Hidden states of one token of each sequence."""
-        size = len(ids)
+        """Hidden states of a step's tokens."""
+        size, num = len(ids), len(batches[0].seq_lens)
+        starts, (last_size, last_num) = self.batches[0].query_start_loc, self.used
         self.ids[:size].copy_(ids)
         self.positions[:size].copy_(positions)
+        if not self.has_one_each:
+            starts[: num + 1].copy_(batches[0].query_start_loc)
+            starts[num + 1 :].fill_(size)
         for mine, given in zip(self.batches, batches, strict=True):
-            mine.seq_lens[:size].copy_(given.seq_lens)
+            mine.seq_lens[:num].copy_(given.seq_lens)
             mine.slot_mapping[:size].copy_(given.slot_mapping)
-            mine.block_tables[:size, : given.block_tables.shape[1]].copy_(given.block_tables)
-            if size < self.num_used:  # rows of an earlier step, which are none of this
-                mine.seq_lens[size : self.num_used].fill_(0)
-                mine.slot_mapping[size : self.num_used].fill_(-1)
-        self.num_used = size
+            mine.block_tables[:num, : given.block_tables.shape[1]].copy_(given.block_tables)
+            mine.seq_lens[num:last_num].fill_(0)  # those of an earlier step, which are none of this
+            mine.slot_mapping[size:last_size].fill_(-1)
+        self.used = size, num
         self.replay()
         return self.hidden[:size]
-
-
-@dataclass(frozen=True)
-class Run:
-    """Where and how a model runs.
-
-    Attributes:
-        stream: the device's.
-        build: the attention backend's; what it makes of a batch is that itself, or has it as `batch`.
-    """
-
-    stream: CudaStream
-    build: Callable[[AttentionBatch], Any]
 
 
 class GraphedModel:
     """Token ids -> hidden states -> logits, as `CausalLM`; ids below 0 are taken from `last_tokens`.
 
     Args:
+        stream: the device's.
+        build: the attention backend's; what it makes of a batch is that itself, or has it as `batch`.
         last_tokens: int32 [rows], the token that was drawn last for each row of the worker; id -1 - r means that of r.
         max_size: most sequences of a graph; 0 for no graphs at all. There are none before `reserve` is called.
         max_context: tokens of the longest sequence that can come.
     """
 
-    def __init__(self, model: CausalLM, run: "Run", last_tokens: Tensor, *, max_size: int, max_context: int) -> None:
+    def __init__(
+        self, model: CausalLM, stream: CudaStream, build: Build, last_tokens: Tensor, *, max_size: int, max_context: int
+    ) -> None:
         self.vocab_size = model.vocab_size
         self.cache_layers = model.cache_layers
-        self._model, self._run, self._last_tokens = model, run, last_tokens
+        self._model, self._stream, self._build, self._last_tokens = model, stream, build, last_tokens
         self._sizes = table(SIZES, max_size)
         self._contexts = table(CONTEXTS, max_context)
-        self._graphs: dict[tuple[int, int], _Graph] = {}
+        self._graphs: dict[Key, _Graph] = {}
         self._pool: list[Any] = []
         self._most, self._captures = max_size, False
 
@@ -103,15 +106,15 @@ class GraphedModel:
     def __call__(self, input_ids: Tensor, step: Step) -> Tensor:
         """Hidden states [T, H] of a step's tokens, whose keys and values are written to the caches."""
         batches: list[AttentionBatch] = [getattr(each, "batch", each) for each in step.attention]
-        size, asks = len(input_ids), (step.adapters, step.taps, step.incoming, step.outgoing, batches[0].tails)
-        is_plain = all(each is None for each in asks) and size == len(batches[0].seq_lens)
-        if not is_plain or size > self._most:
+        asks = step.adapters, step.taps, step.incoming, step.outgoing, batches[0].tails
+        size = self._size(len(input_ids), len(batches[0].seq_lens))
+        if size is None or any(each is not None for each in asks):
             return self._model(self._known(input_ids), step)
         longest = max(batch.block_tables.shape[1] * batch.block_size for batch in batches)
-        key = fitting(self._sizes, size), fitting(self._contexts, longest)
+        key = *size, fitting(self._contexts, longest)
         if (graph := self._graphs.get(key)) is None and self._captures:
             try:
-                graph = self._graphs[key] = self._capture(*key, batches, step)
+                graph = self._graphs[key] = self._capture(key, batches, step)
             except torch.OutOfMemoryError:
                 logger.warning("no memory for more graphs: further steps run kernel by kernel")
                 self._captures = False
@@ -123,28 +126,37 @@ class GraphedModel:
         """The ids, those among them that the host has not heard of yet included."""
         return torch.where(ids < 0, self._last_tokens.index_select(0, (-1 - ids).clamp_(min=0)), ids)
 
-    def _capture(self, size: int, context: int, batches: Sequence[AttentionBatch], step: Step) -> _Graph:
-        stream = self._run.stream
+    def _size(self, num_tokens: int, num: int) -> tuple[int, int, bool] | None:
+        """Tokens and sequences of the graph for so many, and whether they have one each; None where there is none."""
+        if num > self._most or num_tokens > max(num, TOKENS[-1]):
+            return None
+        has_one_each = num_tokens == num
+        most = fitting(self._sizes, num) if has_one_each or num <= FEW else self._most
+        return (most if has_one_each else fitting(TOKENS, num_tokens)), most, has_one_each
+
+    def _capture(self, key: Key, batches: Sequence[AttentionBatch], step: Step) -> _Graph:
+        size, num, has_one_each, context = key
 
         def numbers(*shape: int, value: int = 0) -> Tensor:
-            return torch.full(shape, value, dtype=torch.int32, device=stream.device)
+            return torch.full(shape, value, dtype=torch.int32, device=self._stream.device)
 
-        starts = torch.arange(size + 1, dtype=torch.int32, device=stream.device)
-        ids, positions = numbers(size), numbers(size)
+        ids, positions, starts = numbers(size), numbers(size), numbers(num + 1)
+        if has_one_each:
+            starts = torch.arange(num + 1, dtype=torch.int32, device=self._stream.device)
         own: list[AttentionBatch] = []
         for batch in batches:
-            tables = numbers(size, -(-context // batch.block_size))
-            own.append(AttentionBatch(starts, numbers(size), tables, numbers(size, value=-1), batch.block_size))
+            tables = numbers(num, -(-context // batch.block_size))
+            own.append(AttentionBatch(starts, numbers(num), tables, numbers(size, value=-1), batch.block_size))
 
         def compute() -> Tensor:
-            metadata = [self._run.build(batch) for batch in own]
+            metadata = [self._build(batch) for batch in own]
             return self._model(self._known(ids), Step(positions, step.caches, metadata))
 
-        told = f"Capturing a graph for {size} sequences of at most {context} tokens"
+        told = f"Capturing a graph for {size} tokens of {num} sequences of at most {context} tokens"
         with tqdm(total=1, desc=told, leave=False, disable=None):  # seconds, where kernels are compiled first
-            hidden, replay = stream.capture(compute, self._pool)
+            hidden, replay = self._stream.capture(compute, self._pool)
         logger.info("%s: done", told)
-        return _Graph(ids, positions, own, hidden, replay)
+        return _Graph(ids, positions, own, hidden, replay, has_one_each)
 
 
 def table(sizes: Sequence[int], most: int) -> tuple[int, ...]:

@@ -134,7 +134,7 @@ class DeviceMeter(Meter):
 
     def activation_bytes(self, max_tokens: int, max_rows: int) -> int:
         draw, found = self.draw or (lambda logits: None), list[int]()
-        several = [[1] * min(size, self.num_seqs) for size in (1, 17, 65)]
+        several = [[1] * min(size, self.num_seqs) for size in (1, 17, 33, 65)]
         several += [_parts(min(2**i + 1, max_tokens), self.context) for i in range(6, 20) if 2**i < max(65, max_tokens)]
         with self.computing():  # kernels are compiled for so many rows and more: nobody waits for them later
             for lengths in tqdm(several if self.draw else [], "Compiling kernels", leave=False, disable=None):

@@ -1,4 +1,4 @@
-"""Captured steps: padded to a table of sizes, with rows that read and write nothing, and the answers of steps as is."""
+"""Captured steps: padded to tables of sizes, with rows that read and write nothing, and the answers of steps as is."""
 
 from typing import Any, NamedTuple
 
@@ -8,7 +8,7 @@ from torch import Tensor
 
 from quire.attention.base import AttentionBatch
 from quire.attention.step import AdapterBatch, Step
-from quire.worker.devices.graphs import CONTEXTS, SIZES, GraphedModel, Run, fitting, table
+from quire.worker.devices.graphs import CONTEXTS, SIZES, TOKENS, GraphedModel, fitting, table
 from tests.host_stream import HostStream
 
 BLOCK_SIZE = 16
@@ -32,10 +32,13 @@ class Model:
     def __call__(self, ids: Tensor, step: Step) -> Tensor:
         batch: AttentionBatch = step.attention[0].batch
         self.seen.append(AttentionBatch(*(x.clone() if isinstance(x, Tensor) else x for x in vars(batch).values())))
-        blocks = batch.block_tables.sum(1) if len(ids) == len(batch.seq_lens) else ids
-        told = [ids, step.positions, batch.slot_mapping]
-        told += [batch.seq_lens, blocks] if len(ids) == len(batch.seq_lens) else []
-        return torch.stack(told, 1).float()
+        told = torch.zeros(len(ids), 5)
+        told[:, 0], told[:, 1], told[:, 2] = ids, step.positions, batch.slot_mapping
+        for start, end, length, blocks in zip(
+            batch.query_start_loc[:-1], batch.query_start_loc[1:], batch.seq_lens, batch.block_tables, strict=True
+        ):
+            told[start:end, 3], told[start:end, 4] = length, blocks.sum()
+        return told
 
     def compute_logits(self, hidden: Tensor, adapters: AdapterBatch | None = None) -> Tensor:
         return hidden + 1
@@ -60,9 +63,8 @@ def model() -> Model:
 
 @pytest.fixture
 def graphed(stream: HostStream, model: Model) -> GraphedModel:
-    run = Run(stream, Built)
     last = torch.tensor([50, 51, 52, 53], dtype=torch.int32)
-    made = GraphedModel(model, run, last, max_size=12, max_context=5000)  # type: ignore[arg-type]
+    made = GraphedModel(model, stream, Built, last, max_size=12, max_context=5000)  # type: ignore[arg-type]
     made.reserve()
     return made
 
@@ -113,20 +115,55 @@ def test_a_graph_for_each_size_and_context(graphed: GraphedModel, stream: HostSt
         assert stream.num_captured == graphs, (size, num_blocks)
 
 
+@pytest.mark.parametrize(("num", "rows"), [(1, 1), (2, 2), (3, 12), (12, 12)])
+def test_a_padded_step_of_prompts_is_the_step(
+    graphed: GraphedModel, model: Model, stream: HostStream, num: int, rows: int
+) -> None:
+    for num_tokens in (7, 6, 8):
+        batch = batch_of([20 + i for i in range(num)], 3, num_tokens)
+        assert torch.equal(graphed(*step_of(batch)), as_is(batch))
+        padded, size = model.seen[-1], num * num_tokens
+        assert len(padded.slot_mapping) == fitting(TOKENS, size)
+        assert padded.slot_mapping[size:].eq(-1).all()
+        assert padded.query_start_loc.tolist() == [*batch.query_start_loc.tolist(), *[size] * (rows - num)]
+        assert padded.seq_lens.tolist() == [*batch.seq_lens.tolist(), *[0] * (rows - num)]
+    assert stream.num_captured == len({fitting(TOKENS, num * n) for n in (6, 7, 8)})
+
+
+def test_as_many_tokens_as_sequences_are_not_one_each(stream: HostStream, model: Model) -> None:
+    last = torch.zeros(64, dtype=torch.int32)
+    made = GraphedModel(model, stream, Built, last, max_size=TOKENS[1], max_context=64)  # type: ignore[arg-type]
+    made.reserve()
+    for lengths, num_tokens in (
+        ([20] * TOKENS[1], 1),
+        ([20] * 5, 6),
+        ([20] * TOKENS[1], 1),
+    ):  # padded to as many of both
+        batch = batch_of(lengths, 2, num_tokens)
+        assert torch.equal(made(*step_of(batch)), as_is(batch))
+    assert stream.num_captured == 2
+
+
+def test_a_step_of_prompts_after_one_of_more(graphed: GraphedModel, model: Model) -> None:
+    for lengths in ([30] * 9, [40] * 5, [20] * 7, [50] * 3):
+        batch = batch_of(lengths, 3, 64 // len(lengths))
+        assert torch.equal(graphed(*step_of(batch)), as_is(batch))
+        assert model.seen[-1].seq_lens.tolist() == lengths + [0] * (12 - len(lengths))
+
+
 def test_what_no_graph_serves_runs_as_it_is(graphed: GraphedModel, stream: HostStream) -> None:
-    prompts = batch_of([4, 4], num_blocks=1, num_tokens=4)
-    ids, step = step_of(prompts)
-    assert torch.equal(graphed(ids, step), as_is(prompts))
+    prompts = batch_of([2000, 2000], num_blocks=125, num_tokens=TOKENS[-1] // 2 + 1)
+    assert torch.equal(graphed(*step_of(prompts)), as_is(prompts))
     one = batch_of([20], 2)
     for more in ({"adapters": AdapterBatch(torch.zeros(1))}, {"incoming": torch.zeros(1, 1)}):
         graphed(*step_of(one, **more))
-    graphed(*step_of(batch_of([20] * 13, 2)))  # more than the largest graph
+    for num_tokens in (1, 2):
+        graphed(*step_of(batch_of([20] * 13, 2, num_tokens)))  # more than the largest graph
     assert stream.num_captured == 0
 
 
 def test_no_graph_before_there_is_room(stream: HostStream, model: Model) -> None:
-    run = Run(stream, Built)
-    made = GraphedModel(model, run, torch.zeros(1, dtype=torch.int32), max_size=4, max_context=64)  # type: ignore[arg-type]
+    made = GraphedModel(model, stream, Built, torch.zeros(1, dtype=torch.int32), max_size=4, max_context=64)  # type: ignore[arg-type]
     made(*step_of(batch_of([20], 2)))
     assert stream.num_captured == 0
     made.reserve()
@@ -135,14 +172,13 @@ def test_no_graph_before_there_is_room(stream: HostStream, model: Model) -> None
 
 
 def test_eager_where_asked_for(stream: HostStream, model: Model) -> None:
-    run = Run(stream, Built)
-    made = GraphedModel(model, run, torch.zeros(1, dtype=torch.int32), max_size=0, max_context=64)  # type: ignore[arg-type]
+    made = GraphedModel(model, stream, Built, torch.zeros(1, dtype=torch.int32), max_size=0, max_context=64)  # type: ignore[arg-type]
     made.reserve()
     made(*step_of(batch_of([20], 2)))
     assert stream.num_captured == 0
 
 
-@pytest.mark.parametrize("num_tokens", [1, 2], ids=["captured", "as it is"])
+@pytest.mark.parametrize("num_tokens", [1, 2, TOKENS[-1]], ids=["decoding", "prompts", "as it is"])
 def test_tokens_that_the_host_has_not_heard_of(graphed: GraphedModel, num_tokens: int) -> None:
     batch = batch_of([20, 20], 2, num_tokens)
     ids, step = step_of(batch)
