@@ -101,8 +101,7 @@ def _products(
     z = tl.load(zeros + expert).to(tl.pointer_type(tl.int8)) if zeros is not None else None
     g = known.to(tl.int64) * num_groups
     sums = multiply(
-        *(a, mask[:, None], b, s, z, g, size, num_groups),
-        *(BLOCK_M, BLOCK_N, BLOCK_K, EVEN, CODES, GROUP, TURNED),
+        a, mask[:, None], b, s, z, g, size, num_groups, BLOCK_M, BLOCK_N, BLOCK_K, EVEN, CODES, GROUP, TURNED
     )
     sums = finish(sums, None if GROUP else s, None, known)
     places = out + rows.to(tl.int64)[:, None] * num_columns + columns[None, :]

@@ -141,8 +141,7 @@ def _linear(
             b = weight + known.to(tl.int64) * weight_stride
             g = known.to(tl.int64) * num_groups
             sums = multiply(
-                *(a, mask, b, scales, zeros, g, size, num_groups),
-                *(BLOCK_M, BLOCK_N, BLOCK_K, EVEN, CODES, GROUP, TURNED),
+                a, mask, b, scales, zeros, g, size, num_groups, BLOCK_M, BLOCK_N, BLOCK_K, EVEN, CODES, GROUP, TURNED
             )
         sums = finish(sums, None if GROUP else scales, bias, known)
         # By columns that are known to follow one another: many are stored at once.

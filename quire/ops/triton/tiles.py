@@ -23,9 +23,9 @@ INTERPRETER = (0, 0)  # the capability of none
 # KiB of a processor's memory that programs can share, less what they need for their ends; elsewhere 92.
 _SHARED_KIB = {INTERPRETER: 200, (8, 0): 156, (8, 7): 156, (9, 0): 216, (10, 0): 216, (10, 3): 216}
 # Rows and columns of tiles of many rows, and what one takes beside the first.
-_LARGEST = {(128, 256): 1.0, (128, 128): 0.58, (64, 128): 0.34}  # which only Hopper has registers for
-_TURNED = {(256, 128): 1.0, (128, 128): 0.58, (128, 64): 0.34}
-_LARGE = {(128, 128): 1.0, (64, 128): 0.58, (64, 64): 0.34}
+_LARGEST = {(128, 256): 1.0, (128, 128): 0.57, (64, 128): 0.42}  # on Hopper, as an H100 shows
+_TURNED = {(256, 128): 1.0, (128, 128): 0.75, (128, 64): 0.5}  # likewise
+_LARGE = {(128, 128): 1.0, (64, 128): 0.58, (64, 64): 0.34}  # elsewhere, where there is less room: not measured
 _FP32 = {(64, 64): 1.0, (64, 32): 0.6, (64, 16): 0.35}
 
 
@@ -70,9 +70,8 @@ def choose(where: Processors, num_rows: int, num_columns: int, x_bits: int, weig
     bytes under way. More are bound by the products: tiles as large as registers hold.
     """
     interpreted, hopper = where.capability == INTERPRETER, where.capability[0] == 9
-    turns = (hopper or interpreted) and x_bits < 32
-    least, few = LEFT_ROWS.get(where.capability[0], 16), num_rows <= (128 if turns else 64)
-    turned = turns and (few or weight_bits < x_bits)
+    least, few = LEFT_ROWS.get(where.capability[0], 16), num_rows <= 64
+    turned = (hopper or interpreted) and x_bits < 32 and (few or weight_bits < x_bits)
     if few:
         rows = max(16 if turned else least, triton.next_power_of_2(num_rows))
         block_m, block_n = rows, 64 if turned else _narrow(where, rows, num_columns, x_bits)
@@ -82,19 +81,24 @@ def choose(where: Processors, num_rows: int, num_columns: int, x_bits: int, weig
             sizes = {size: cost for size, cost in sizes.items() if size[0] >= least}
         block_m, block_n = (128, 128) if interpreted else _fastest(sizes, where, num_rows, num_columns)
     num_tiles = triton.cdiv(num_rows, block_m) * triton.cdiv(num_columns, block_n)
+    coded = weight_bits < x_bits
     if x_bits == 32 and not interpreted:
-        block_k = 64 if few or weight_bits < 16 else 32
+        block_k = 64 if few or coded else 32
     elif few or interpreted:
-        block_k = 256 if hopper and weight_bits == 4 else 128  # as many bytes of them as of others
+        block_k = 256 if hopper and coded else 128  # as many bytes of codes as of others
     else:
-        block_k = 64 if turned or weight_bits >= 16 else 128
+        block_k = 128 if x_bits == 8 or (coded and block_m == block_n) or (coded and not turned) else 64
     stage = block_k * (block_m * x_bits + block_n * weight_bits) // 8
     # Two programs on a processor, where there are so many and their registers leave room for it.
     share = 2 if not hopper and num_tiles > where.number and block_m * block_n <= 128 * 64 else 1
     room = _SHARED_KIB.get(where.capability, 92) * 1024 // share
-    if weight_bits < x_bits and where.capability[0] in LEFT_ROWS and not turned:
+    if coded and where.capability[0] in LEFT_ROWS and not turned:
         room -= block_k * block_n * x_bits // 8  # whose instructions read the widened tile there
-    num_stages = max(2, min(room // stage, 6 if few else 4 if x_bits < 32 else 3))
+    if turned and coded:
+        most = 4 if weight_bits == 8 and block_m < 256 else 3
+    else:
+        most = 3 if x_bits == 32 and not few else 6
+    num_stages = max(2, min(room // stage, most))
     num_programs = num_tiles if few else min(num_tiles, where.number * share)
     num_warps = 8 if block_m * block_n >= 128 * 128 else 4
     described = not few and not turned and x_bits == 16
