@@ -23,7 +23,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
-from gpu_sections import CHECKS, ROOT, SECTIONS, Result
+from gpu_sections import CHECKS, ROOT, SECTIONS, Result, lengths_of_chats, shortest
 
 SECONDS = 540
 MARK = "RESULT "
@@ -121,6 +121,9 @@ def page(results: Result) -> str:
     if "multiply_tflop_s" in limit and "prompt_tflop_s" in made:
         share = made["prompt_tflop_s"] / limit["multiply_tflop_s"]
         lines.append(f"- Prompts, 8B: {share:.2f} of the matrix rate (0.6 is asked).")
+    if {"read_gb_s", "multiply_tflop_s"} <= limit.keys() and "offline_s" in made:
+        least = shortest(lengths_of_chats(1000), limit["read_gb_s"] * 1e9, limit["multiply_tflop_s"] * 1e12)
+        lines.append(f"- 1,000 chats, 8B: {least / made['offline_s']:.2f} of the limit, which is {least:.1f} s.")
     if differing := [row for found in results.values() for row in found.get("rows", ()) if not row.get("equal", True)]:
         lines.append(f"- Products whose bits depend on the number of rows: {len(differing)}.")
     return "\n".join(lines) + "\n"

@@ -90,11 +90,11 @@ def aligned(x: Tensor) -> Tensor:
 def launch(kernel: Any, grid: tuple[int, ...], *arguments: Any, **constants: Any) -> None:
     """Run `kernel` in a grid of programs, if that has any. Products and sums are not fused unless it says so."""
     if 0 not in grid:
-        early: dict[str, Any] = {"launch_pdl": True} if _starts_early() else {}
+        early: dict[str, Any] = {"launch_pdl": True} if starts_early() else {}
         kernel[grid](*arguments, **{"enable_fp_fusion": False} | constants | early)
 
 
 @cache
-def _starts_early() -> bool:
+def starts_early() -> bool:
     """Whether kernels may be told to begin before the last one has ended."""
     return not INTERPRETED and bool(cuda_capability_geq(9, 0))

@@ -87,6 +87,19 @@ def test_the_page_shows_whatever_there_is() -> None:
     assert "Prompts, 8B" not in page
 
 
+def test_the_least_that_chats_take() -> None:
+    weights, keys = 15e9, 32 * 2 * 8 * 128 * 2
+    read, multiplied = 3e12, 800e12
+    expected = (100 * weights / multiplied) + (weights + 101 * keys) / read + (weights + 102 * keys) / read
+    assert gpu_sections.shortest([(100, 3)], read, multiplied) == pytest.approx(expected)
+    many = [(100, 3)] * 1000
+    assert gpu_sections.shortest(many, read, multiplied) > 1000 * 102 * weights / multiplied
+    page = gpu_check.page(
+        {"limits": {"read_gb_s": 3000.0, "multiply_tflop_s": 800.0}, "llama": {"weights_gb": 15.0, "offline_s": 20.0}}
+    )
+    assert "1,000 chats, 8B: 0.6" in page
+
+
 def test_all_sections_have_their_time() -> None:
     checks = [gpu_check.SECTIONS[name][1] for name in gpu_check.CHECKS]
     rest = [seconds for name, (_, seconds) in gpu_check.SECTIONS.items() if name not in gpu_check.CHECKS]
