@@ -114,7 +114,8 @@ class CudaDevice(Device):
         plain, config = super().meter(model, layers, num_groups), self._config
         most, context, peak = config.max_num_seqs, config.model.max_model_len, self.stream.peak_bytes
         draw = importlib.import_module("quire.ops.triton.sampler").rehearse if self.kernels == TRITON else None
-        return DeviceMeter(**vars(plain), num_seqs=most, context=context, peak_bytes=peak, draw=draw)
+        captured = model.most_tokens if isinstance(model, GraphedModel) else 0
+        return DeviceMeter(**vars(plain), num_seqs=most, context=context, captured=captured, peak_bytes=peak, draw=draw)
 
     def reserve(self, model: RunnableModel, max_tokens: int) -> None:
         if isinstance(model, GraphedModel):

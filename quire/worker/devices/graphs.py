@@ -75,6 +75,9 @@ class _Graph:
 class GraphedModel:
     """Token ids -> hidden states -> logits, as `CausalLM`; ids below 0 are taken from `last_tokens`.
 
+    Attributes:
+        most_tokens: of a step that is captured.
+
     Args:
         stream: the device's.
         build: the attention backend's; what it makes of a batch is that itself, or has it as `batch`.
@@ -94,6 +97,7 @@ class GraphedModel:
         self._graphs: dict[Key, _Graph] = {}
         self._pool: list[Any] = []
         self._most, self._captures = max_size, False
+        self.most_tokens = TOKENS[-1] if max_size else 0
 
     def compute_logits(self, hidden: Tensor, adapters: AdapterBatch | None = None) -> Tensor:
         """[R, H] -> [R, V]."""
@@ -128,7 +132,7 @@ class GraphedModel:
 
     def _size(self, num_tokens: int, num: int) -> tuple[int, int, bool] | None:
         """Tokens and sequences of the graph for so many, and whether they have one each; None where there is none."""
-        if num > self._most or num_tokens > max(num, TOKENS[-1]):
+        if num > self._most or num_tokens > max(num, self.most_tokens):
             return None
         has_one_each = num_tokens == num
         most = fitting(self._sizes, num) if has_one_each or num <= FEW else self._most

@@ -123,27 +123,29 @@ class DeviceMeter(Meter):
     Attributes:
         num_seqs: most sequences of one token each.
         context: most tokens of one.
+        captured: most tokens of a step that is captured as a graph, as graphs have memory of their own.
         peak_bytes: of the device.
         draw: draws from logits in every way that has kernels of its own, for nobody; None where none is compiled.
     """
 
     num_seqs: int
     context: int
+    captured: int
     peak_bytes: Callable[[Callable[[], Any]], int]
     draw: Callable[[Tensor], Any] | None
 
     def activation_bytes(self, max_tokens: int, max_rows: int) -> int:
-        draw, found = self.draw or (lambda logits: None), list[int]()
+        draw = self.draw or (lambda logits: None)
         several = [[1] * min(size, self.num_seqs) for size in (1, 17, 33, 65)]
         several += [_parts(min(2**i + 1, max_tokens), self.context) for i in range(6, 20) if 2**i < max(65, max_tokens)]
         with self.computing():  # kernels are compiled for so many rows and more: nobody waits for them later
             for lengths in tqdm(several if self.draw else [], "Compiling kernels", leave=False, disable=None):
                 rows = self.model(*self.upload(self._sequences(lengths, self.context)))
                 draw(self.model.compute_logits(rows[: self.num_seqs]))
-            for lengths, context in ((_parts(max_tokens, BLOCK_SIZE), BLOCK_SIZE), ([1] * self.num_seqs, self.context)):
-                ids, step = self.upload(self._sequences(lengths, context))
-                found.append(self.peak_bytes(partial(self.model, ids, step)))
-            hidden = self.model(ids, step)[:1].expand(max_rows, -1).contiguous()
+            most = [(_parts(min(n, max_tokens), BLOCK_SIZE), BLOCK_SIZE) for n in (max_tokens, self.captured) if n]
+            steps = [self.upload(self._sequences(*each)) for each in (*most, ([1] * self.num_seqs, self.context))]
+            found = [self.peak_bytes(partial(self.model, *each)) for each in steps]
+            hidden = self.model(*steps[-1])[:1].expand(max_rows, -1).contiguous()
             found.append(self.peak_bytes(lambda: draw(self.model.compute_logits(hidden))))
         return sum(found)
 

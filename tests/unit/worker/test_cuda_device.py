@@ -15,6 +15,7 @@ from quire.protocol.cache import CacheGroup, CacheReport
 from quire.worker.devices import stream
 from quire.worker.devices.cpu import CpuDevice
 from quire.worker.devices.cuda import CudaDevice
+from quire.worker.devices.graphs import TOKENS
 from quire.worker.devices.select import make_device
 from quire.worker.gather import StepArrays
 from quire.worker.worker import Place, Worker
@@ -135,6 +136,21 @@ def test_the_start_runs_what_is_compiled_for_numbers_of_rows(config: Any) -> Non
     assert {(1,), (1, 1, 1, 1), (65,), (96, 33), (96, 96, 65)} <= {tuple(arrays.seq_lens) for arrays in seen}
     assert all(arrays.seq_lens.max() <= given.model.max_model_len for arrays in seen)
     assert max(drawn) == drawn[-1] == 4
+
+
+def test_graphs_have_memory_of_their_own(config: Any) -> None:
+    """What a captured step takes is left free beside what the largest step takes."""
+    device = CudaDevice(given := config(max_num_batched_tokens=300, load_format="dummy"), HostStream())
+    worker = Worker(given, Place(device))
+    worker.load(progress=False)
+    plain: Any = device.meter(worker._runnable, worker._layers, 1)
+    assert plain.captured == 0, "plain torch has no graphs"
+    counted = dataclasses.replace(plain, peak_bytes=lambda step: len(step.args[0]) if hasattr(step, "args") else 0)
+    needed = [dataclasses.replace(counted, captured=n).activation_bytes(300, 4) for n in (0, 100, 2048)]
+    assert [each - needed[0] for each in needed] == [0, 100, 300]
+    device.kernels = "triton"
+    graphed: Any = device.compile(worker.model)
+    assert device.meter(graphed, worker._layers, 1).captured == TOKENS[-1]
 
 
 def test_a_share_of_a_gpu_is_of_all_its_memory() -> None:
