@@ -432,7 +432,8 @@ def llama(seconds: float) -> Iterator[Result]:
         yield {"rows": [{"what": "prompt", **row} for row in kernels(lambda: run(llm, [(8000, 1)], seed=12), 6)]}
     yield failed
     lengths = lengths_of_chats(1000)
-    run(llm, [(prompt, min(tokens, 24)) for prompt, tokens in lengths])  # graphs of all sizes
+    run(llm, [(prompt, min(tokens, 24)) for prompt, tokens in lengths])  # graphs of all sizes, of mixtures
+    run(llm, [(16, 4 + i // 4) for i in range(1020)])  # and of decodes
     offline, tokens = run(llm, lengths, seed=1), sum(tokens for _, tokens in lengths)
     yield {"offline_s": offline, "offline_output_tokens_s": tokens / offline}
     yield {"offline_tokens_s": sum(map(sum, lengths)) / offline}
