@@ -8,7 +8,12 @@
 // On Zen 4 products fill two of four units, and the other two expand weights beside them for nothing, unless x keeps them busy: eight of
 // its columns in all lanes take a shuffle, two are a load. So i8_turned has four vectors of 16 features in place of a lane for each sum:
 // the same sums, added at the end in the same order.
+//
+// A product of pairs is an FMA of the second columns and then one of the first, with denormal numbers taken for 0 as all threads of the
+// pool take them. Intel's cores add four FMAs in the time of one product: there many rows of x become floats, and weights in registers.
 #pragma once
+
+#include <ctime>
 
 #include "expand.h"
 #include "linear.h"
@@ -130,6 +135,66 @@ QUIRE_INLINE void load_pair(const uint8_t* tile, int c, int pair, __m512i& even,
     odd = _mm512_loadu_si512(tile + c * 256 + pair * 128 + 64);
 }
 
+// Weights as floats: the first columns of pairs, and the second ones.
+struct FloatPairs {
+    __m512 first, second;
+
+    QUIRE_ALWAYS explicit FloatPairs(__m512i pairs)
+        : first((__m512)_mm512_slli_epi32(pairs, 16)), second((__m512)_mm512_and_si512(pairs, _mm512_set1_epi32(int(0xffff0000)))) {}
+};
+// As add_dot, bit for bit.
+QUIRE_INLINE __m512 add_floats(__m512 sum, const FloatPairs& weights, __m512 x_first, __m512 x_second) {
+    return _mm512_fmadd_ps(weights.first, x_first, _mm512_fmadd_ps(weights.second, x_second, sum));
+}
+
+// As add_pair, of x in floats: of eight columns the first ones of pairs, then the second ones.
+template <Type kType>
+QUIRE_INLINE void add_floats_pair(__m512& first, __m512& second, const FloatPairs& even, const FloatPairs& odd, const float* x, int pair) {
+    if constexpr (kType == Type::i8_turned) {
+        first = add_floats(first, even, _mm512_set1_ps(x[pair]), _mm512_set1_ps(x[4 + pair]));
+        second = add_floats(second, odd, _mm512_set1_ps(x[2 + pair]), _mm512_set1_ps(x[6 + pair]));
+    } else {
+        const __m512 x_first = _mm512_broadcast_f32x4(_mm_loadu_ps(x)), x_second = _mm512_broadcast_f32x4(_mm_loadu_ps(x + 4));
+        first = add_floats(first, even, x_first, x_second);
+        second = add_floats(second, odd, x_first, x_second);
+    }
+}
+
+// Seconds that 3,072 calls of `add` take, at best of several times.
+template <class Add>
+inline double least_seconds(const Add& add) {
+    auto now = [] {
+        timespec t;
+        clock_gettime(CLOCK_MONOTONIC, &t);
+        return double(t.tv_sec) + 1e-9 * double(t.tv_nsec);
+    };
+    double least = 1;
+    for (int time = 0; time < 8; time++) {
+        __m512 sums[12] = {};
+        const double start = now();
+        for (int i = 0; i < 256; i++) {
+#pragma GCC unroll 12
+            for (int j = 0; j < 12; j++) {
+                sums[j] = add(sums[j]);
+                asm volatile("" : "+v"(sums[j]));  // or it would be left out
+            }
+        }
+        const double seconds = now() - start;
+        least = seconds < least ? seconds : least;
+    }
+    return least;
+}
+
+// Whether two FMAs take clearly less than a product of pairs. That is measured, in some 30 us, as CPUs' names don't tell.
+inline bool floats_are_faster() {
+    static const bool faster = [] {
+        const __m512 one = plain(_mm512_set1_ps(1));
+        const double pairs = least_seconds([&](__m512 sum) { return add_dot(sum, (__m512i)one, (__m512i)one); });
+        return least_seconds([&](__m512 sum) { return _mm512_fmadd_ps(one, one, plain(_mm512_fmadd_ps(one, one, sum))); }) < 0.75 * pairs;
+    }();
+    return faster;
+}
+
 // What load_pair gave times eight columns of a row of x.
 template <Type kType>
 QUIRE_INLINE void add_pair(__m512& first, __m512& second, __m512i even, __m512i odd, const bf16* x, int pair) {
@@ -159,8 +224,9 @@ struct RowsOfX {
     RowsOfX from(int64_t row) const { return {x + row * stride, stride, step}; }
 };
 
-// Of which every one is some registers' distance away: as many addresses as there are rows would not fit. `kGrouped`: none is far.
-template <int kRows, bool kGrouped>
+// Of which every one is some registers' distance away: as many addresses as there are rows would not fit. `kNear`: all lie so many
+// bytes apart, or 0.
+template <int kRows, int kNear>
 struct NearRows {
     const char *first, *fifth, *ninth;
     int64_t one, three;  // bytes to other rows
@@ -173,7 +239,7 @@ struct NearRows {
     QUIRE_ALWAYS const bf16* at(int row, int c) const {
         const char* base = row < 4 ? first : row < 8 ? fifth : ninth;
         const char* from = row % 4 == 0 ? base : row % 4 == 1 ? base + one : row % 4 == 2 ? base + 2 * one : base + three;
-        return reinterpret_cast<const bf16*>((kGrouped ? first + row * 64 : from) + c * 16);
+        return reinterpret_cast<const bf16*>(kNear ? first + row * kNear + c * (kNear / 4) : from + c * 16);
     }
     QUIRE_ALWAYS void skip(int64_t bytes) { first += bytes, fifth += bytes, ninth += bytes; }
 };
@@ -190,7 +256,7 @@ inline void stream_block(const uint8_t* tile, int64_t num_tiles, int64_t tile_by
     constexpr int kStep = kType == Type::bf16_turned || kRows <= 2 ? 256 : 64, kAhead = kType == Type::bf16_turned ? 6144 : kRows <= 2 ? 3072 : 6656;
     constexpr bool kTurned = is_turned(kType);
     typename ScalesOf<kType>::type scales;
-    NearRows<kRows, !kTurns> rows(x);
+    NearRows<kRows, kTurns ? 0 : 64> rows(x);
     for (int64_t t = 0; t < num_tiles; t++, tile += tile_bytes, rows.skip(2 * x.step)) {
         if constexpr (!has_half_scales(kType)) scales.read(tile, t);
         if constexpr (kTurned) {
@@ -236,8 +302,10 @@ inline void turn_block(const uint8_t* tile, int64_t num_tiles, int64_t tile_byte
     typename ScalesOf<kType>::type scales;
     for (int64_t t = 0; t < num_tiles; t++, tile += tile_bytes, out += 1024) {
         for (int64_t i = 0; i < tile_bytes; i += 64) _mm_prefetch(reinterpret_cast<const char*>(tile + kBytesAhead + i), _MM_HINT_T1);
-        scales.read(tile, t);
-        for_pairs<kType>(tile, scales, [&](auto pair, const __m512i (&even)[4], const __m512i (&odd)[4]) QUIRE_ALWAYS {
+        if constexpr (!has_half_scales(kType)) scales.read(tile, t);
+        if constexpr (comes_turned(kType)) {
+            for_features<kType>(tile, scales, [&](int c, int j, __m512i weights) QUIRE_ALWAYS { _mm512_store_si512(out + c * 256 + j * 64, weights); });
+        } else for_pairs<kType>(tile, scales, [&](auto pair, const __m512i (&even)[4], const __m512i (&odd)[4]) QUIRE_ALWAYS {
             for (int c = 0; c < 4; c++) {
                 _mm512_store_si512(out + c * 256 + pair * 128, even[c]);
                 _mm512_store_si512(out + c * 256 + pair * 128 + 64, odd[c]);
@@ -258,10 +326,10 @@ struct Fetch {
     int64_t step;
 };
 
-// A turned block times kRows rows of x -> sums[row][16]: half of the features after the other or, of a few rows, all at once.
-template <Type kType, bool kBytes, int kRows>
+// A turned block times kRows rows of x -> sums[row][16]: half of the features after the other or, of a few rows, all at once. `kFloats`: x is in floats.
+template <Type kType, bool kBytes, bool kFloats, int kRows>
 inline void multiply_turned(const uint8_t* block, int64_t num_tiles, const RowsOfX& x, Fetch fetch, float* sums) {
-    constexpr int kPairs = kType == Type::bf16_turned && kRows <= kFewRows ? 2 : 1;
+    constexpr int kPairs = kType == Type::bf16_turned && kRows <= kFewRows && !kFloats ? 2 : 1;
     for (int first = 0; first < 2; first += kPairs) {
         __m512 acc[kRows][2 * kPairs];
 #pragma GCC unroll 12
@@ -269,13 +337,20 @@ inline void multiply_turned(const uint8_t* block, int64_t num_tiles, const RowsO
 #pragma GCC unroll 4
             for (int i = 0; i < 2 * kPairs; i++) acc[m][i] = _mm512_setzero_ps();
         const uint8_t* tile = block;
-        NearRows<kRows, kType == Type::i8_turned> rows(x);
+        NearRows<kRows, kFloats ? 128 : kType == Type::i8_turned ? 64 : 0> rows(x);
         for (int64_t t = 0; t < num_tiles; t++, tile += kType == Type::bf16_turned ? 1024 : 512, rows.skip(2 * x.step)) {
 #pragma GCC unroll 4
             for (int c = 0; c < 4; c++) {
                 __m512i even[kPairs], odd[kPairs];
                 for (int i = 0; i < kPairs; i++) load_pair<kType, kBytes>(tile, c, first + i, even[i], odd[i]);
                 for (int64_t i = c * 64; i < kPairs * fetch.step; i += 256) _mm_prefetch(reinterpret_cast<const char*>(fetch.from + i), _MM_HINT_T1);
+                if constexpr (kFloats) {
+                    const FloatPairs even_floats(even[0]), odd_floats(odd[0]);
+#pragma GCC unroll 12
+                    for (int m = 0; m < kRows; m++)
+                        add_floats_pair<kType>(acc[m][0], acc[m][1], even_floats, odd_floats, reinterpret_cast<const float*>(rows.at(m, c)), first);
+                    continue;
+                }
 #pragma GCC unroll 12
                 for (int m = 0; m < kRows; m++)
 #pragma GCC unroll 2
@@ -304,20 +379,22 @@ struct RowGroup {
 };
 
 // x as the kernels read it: where it lies or, of one group or for i8, a copy by groups of rows that meet weights at once, in them by tiles:
-// [tile][row][32], zeros up to a multiple of 32 columns. In rows that lie apart by a power of two, what reads much waits for lines of L1.
+// [tile][row][32], zeros up to a multiple of 32 columns; in floats, of each eight columns the first ones of pairs come first. In rows that lie apart by a power of two, what reads much waits for lines of L1.
 struct DotRows {
     const bf16* x;
     int64_t num_rows, stride;
     int64_t most = kPairRows;   // rows of a group, at most
     int64_t panel = kMostRows;  // rows that are grouped by themselves: a multiple of kPairRows
+    bool floats;
     bool grouped = false;
     bool own = false;  // each thread makes a copy of its own: what another core has written comes slowly where cores are far apart
 
-    DotRows(const LinearArgs& a, Context& context) : x(static_cast<const bf16*>(a.x)), num_rows(a.num_rows), stride(a.weight.num_tiles() * 32) {
+    DotRows(const LinearArgs& a, bool in_floats, Context& context)
+        : x(static_cast<const bf16*>(a.x)), num_rows(a.num_rows), stride(a.weight.num_tiles() * (in_floats ? 64 : 32)), floats(in_floats) {
         const int64_t near = context.cache / 4 / (stride * 2) / kPairRows * kPairRows;  // the blocks have half of L2, x a quarter
         if (num_rows > kMostRows && near < kMostRows) panel = near < kPairRows ? kPairRows : near;
-        if (a.weight.type == Type::bf16_turned && num_rows > kPairRows && num_rows <= kWholeRows) most = kFewRows;
-        grouped = num_rows <= kPairRows || a.weight.type == Type::i8_turned || a.weight.cols != stride || a.out == a.x;
+        if (a.weight.type == Type::bf16_turned && num_rows > kPairRows && num_rows <= kWholeRows && !floats) most = kFewRows;
+        grouped = floats || num_rows <= kPairRows || a.weight.type == Type::i8_turned || a.weight.cols != stride || a.out == a.x;
         own = grouped && num_rows <= kOwnRows && a.out != a.x;
         if (!grouped) {
             stride = a.x_stride;
@@ -342,21 +419,29 @@ struct DotRows {
     RowGroup group_of(int64_t first, int64_t index) const { return RowGroup(in_panel(first), most, index); }
     RowsOfX group(int64_t first, int64_t count) const {
         const bf16* rows = x + first * stride;
-        return grouped ? RowsOfX{rows, 32, 32 * count} : RowsOfX{rows, stride, 32};
+        const int64_t tile = floats ? 64 : 32;
+        return grouped ? RowsOfX{rows, tile, tile * count} : RowsOfX{rows, stride, 32};
     }
 
 private:
+    static void store_floats(const FloatPairs& pairs, bf16* to) {
+        const __m512i first = _mm512_setr_epi64(0, 1, 8, 9, 2, 3, 10, 11), second = _mm512_setr_epi64(4, 5, 12, 13, 6, 7, 14, 15);
+        _mm512_storeu_si512(to, _mm512_permutex2var_epi64((__m512i)pairs.first, first, (__m512i)pairs.second));
+        _mm512_storeu_si512(to + 32, _mm512_permutex2var_epi64((__m512i)pairs.first, second, (__m512i)pairs.second));
+    }
     // The group of rows that row `at`, a multiple of `most`, would begin if all groups had so many.
     void copy_rows(const LinearArgs& a, int64_t at, bf16* copy) const {
         const int64_t first = at / panel * panel;
         const RowGroup group = group_of(first, (at - first) / most);
         const bf16* from = static_cast<const bf16*>(a.x) + (first + group.first) * a.x_stride;
         bf16* to = copy + (first + group.first) * stride;
-        for (int64_t c = 0; c < stride; c += 32) {
+        for (int64_t c = 0; c < a.weight.num_tiles() * 32; c += 32) {
             const int64_t left = a.weight.cols - c;
             const __mmask32 there = left >= 32 ? ~__mmask32(0) : left > 0 ? (__mmask32(1) << left) - 1 : 0;
-            for (int64_t row = 0; row < group.count; row++, to += 32)
-                _mm512_storeu_si512(to, _mm512_maskz_loadu_epi16(there, from + row * a.x_stride + c));
+            for (int64_t row = 0; row < group.count; row++, to += floats ? 64 : 32) {
+                const __m512i pairs = _mm512_maskz_loadu_epi16(there, from + row * a.x_stride + c);
+                floats ? store_floats(FloatPairs(pairs), to) : _mm512_storeu_si512(to, pairs);
+            }
         }
     }
 };
@@ -403,7 +488,7 @@ inline const uint8_t* weights_ahead(const DotBlocks& blocks, int64_t block, int 
 
 // Rows of x as many at a time as stay in L2 with the range's blocks. Blocks are turned into `turned`, one place for each of the
 // range or, where all rows are there at once, one for all; without turn_block they lie so, as kType. The weights that come next are fetched meanwhile.
-template <Type kType, bool kBytes>
+template <Type kType, bool kBytes, bool kFloats>
 inline void multiply_blocks(const DotBlocks& blocks, const DotRows& rows, BlockRange range, Turning turning, uint8_t* turned) {
     const LinearArgs& a = blocks.a;
     const int64_t tiles = a.weight.num_tiles();
@@ -433,7 +518,7 @@ inline void multiply_blocks(const DotBlocks& blocks, const DotRows& rows, BlockR
                     fetched += 2 * tiles * fetch.step;
                     const RowsOfX x = rows.group(first + group.first, group.count).from(done);
                     with_rows<kPairRows>(group.count - done, [&](auto n) {
-                        multiply_turned<kType, kBytes, n>(weights, tiles, x, fetch, sums[part] + (group.first + done) * 16);
+                        multiply_turned<kType, kBytes, kFloats, n>(weights, tiles, x, fetch, sums[part] + (group.first + done) * 16);
                     });
                 }
             }
@@ -444,7 +529,8 @@ inline void multiply_blocks(const DotBlocks& blocks, const DotRows& rows, BlockR
 
 template <Type kType, bool kBytes = false>
 inline void linear_dot_of(const LinearArgs& a, Context& context) {
-    const DotRows all_rows(a, context);
+    const bool floats = a.num_rows > streamed_rows(kType) && floats_are_faster();
+    const DotRows all_rows(a, floats, context);
     const DotBlocks blocks(a);
     constexpr bool kTurned = is_turned(kType);
     const int64_t turned_bytes = kTurned ? blocks.bytes : a.weight.num_tiles() * 1024;
@@ -458,10 +544,14 @@ inline void linear_dot_of(const LinearArgs& a, Context& context) {
     }
     Turning turning{};
     static_assert(!comes_turned(kType) || streamed_rows(kType) >= kTurningRows, "there are more rows than that");
-    if constexpr (comes_turned(kType)) turning = {stream_block<kType, false, kTurningRows, true>, kTurningRows};
-    else if constexpr (!kTurned) turning = {turn_block<kType>, 0};
+    if constexpr (!kTurned) {
+        turning = {turn_block<kType>, 0};
+        if constexpr (comes_turned(kType))
+            if (!floats) turning = {stream_block<kType, false, kTurningRows, true>, kTurningRows};
+    }
     if constexpr (has_half_scales(kType)) fill_half_values<kType>();
-    const auto multiply = multiply_blocks<kType == Type::i8_turned ? kType : Type::bf16_turned, kBytes>;
+    constexpr Type kMet = kType == Type::i8_turned ? kType : Type::bf16_turned;
+    const auto multiply = floats ? multiply_blocks<kMet, kBytes, true> : multiply_blocks<kMet, kBytes, false>;
     const EvenTasks all_tasks(blocks.count, group, context.pool.size());
     context.pool.run_parts(all_tasks.count, [&](ThreadPool::Tasks& tasks, int thread) {
         int64_t task;
