@@ -7,6 +7,8 @@
 #include "vec.h"
 #if defined(__AMX_BF16__)
 #include "amx.h"
+#elif defined(__AVX512BF16__)
+#include "linear_dot.h"
 #elif defined(__ARM_FEATURE_DOTPROD)
 #include <arm_neon.h>
 #endif
@@ -72,7 +74,8 @@ inline float multiply_near(int64_t rounds, double& count) {
 #endif
     }
 #if defined(__AVX512BF16__)
-    return add_near<vf>(rounds, 64, count, [](vf sum, vf x) { return (vf)_mm512_dpbf16_ps((__m512)sum, (__m512bh)x, (__m512bh)x); });
+    if (!floats_are_faster())
+        return add_near<vf>(rounds, 64, count, [](vf sum, vf x) { return (vf)_mm512_dpbf16_ps((__m512)sum, (__m512bh)x, (__m512bh)x); });
 #elif defined(__ARM_FEATURE_BF16_VECTOR_ARITHMETIC)
     return add_near<vf>(rounds, 32, count, [](vf sum, vf x) { return (vf)vbfmmlaq_f32((float32x4_t)sum, (bfloat16x8_t)x, (bfloat16x8_t)x); });
 #elif defined(__AVX2__) && !defined(__AVX512F__)
@@ -82,9 +85,8 @@ inline float multiply_near(int64_t rounds, double& count) {
         asm volatile("vpaddd %1, %0, %0" : "+x"(sum) : "x"(product));
         return sum;
     });
-#else
-    return add_near<vf>(rounds, 2 * kLanes, count, [](vf sum, vf x) { return sum + x * x; });
 #endif
+    return add_near<vf>(rounds, 2 * kLanes, count, [](vf sum, vf x) { return sum + x * x; });
 }
 #endif
 
