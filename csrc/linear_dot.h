@@ -13,6 +13,7 @@
 // pool take them. Intel's cores add four FMAs in the time of one product: there many rows of x become floats, and weights in registers.
 #pragma once
 
+#include <cstdlib>
 #include <ctime>
 
 #include "expand.h"
@@ -185,9 +186,11 @@ inline double least_seconds(const Add& add) {
     return least;
 }
 
-// Whether two FMAs take clearly less than a product of pairs. That is measured, in some 30 us, as CPUs' names don't tell.
+// Whether two FMAs take clearly less than a product of pairs. That is measured, in some 30 us, as CPUs' names don't tell; QUIRE_FLOATS
+// is 0 or 1 for tests, as bits are the same.
 inline bool floats_are_faster() {
     static const bool faster = [] {
+        if (const char* told = std::getenv("QUIRE_FLOATS")) return *told == '1';
         const __m512 one = plain(_mm512_set1_ps(1));
         const double pairs = least_seconds([&](__m512 sum) { return add_dot(sum, (__m512i)one, (__m512i)one); });
         return least_seconds([&](__m512 sum) { return _mm512_fmadd_ps(one, one, plain(_mm512_fmadd_ps(one, one, sum))); }) < 0.75 * pairs;
@@ -326,7 +329,8 @@ struct Fetch {
     int64_t step;
 };
 
-// A turned block times kRows rows of x -> sums[row][16]: half of the features after the other or, of a few rows, all at once. `kFloats`: x is in floats.
+// A turned block times kRows rows of x -> sums[row][16]: half of the features after the other or, of a few rows, all at once. `kFloats`:
+// x is in floats.
 template <Type kType, bool kBytes, bool kFloats, int kRows>
 inline void multiply_turned(const uint8_t* block, int64_t num_tiles, const RowsOfX& x, Fetch fetch, float* sums) {
     constexpr int kPairs = kType == Type::bf16_turned && kRows <= kFewRows && !kFloats ? 2 : 1;
@@ -379,7 +383,8 @@ struct RowGroup {
 };
 
 // x as the kernels read it: where it lies or, of one group or for i8, a copy by groups of rows that meet weights at once, in them by tiles:
-// [tile][row][32], zeros up to a multiple of 32 columns; in floats, of each eight columns the first ones of pairs come first. In rows that lie apart by a power of two, what reads much waits for lines of L1.
+// [tile][row][32], zeros up to a multiple of 32 columns; in floats, of each eight columns the first ones of pairs come first. In rows that
+// lie apart by a power of two, what reads much waits for lines of L1.
 struct DotRows {
     const bf16* x;
     int64_t num_rows, stride;

@@ -1,5 +1,10 @@
 """Products with packed matrices, on every level: right against fp64, and each row a function of that row alone."""
 
+import os
+import subprocess
+import sys
+from pathlib import Path
+
 import pytest
 import torch
 from native_cases import (
@@ -25,6 +30,7 @@ from unpacking import unpacked
 
 from quire import ops
 from quire.ops.native.builder import ProgramBuilder, recorded
+from quire.ops.native.library import choose_level
 from quire.ops.native.structs import GATED, Epilogue, Type
 from quire.quantization.coded import quantize_int8, quantize_w4a8
 
@@ -50,6 +56,35 @@ def test_equals_fp64_and_no_row_depends_on_another(
     with Threads(2):
         for rows in (1, 17, 33, MAX_ROWS):
             assert torch.equal(product(x[:rows]), whole[:rows]), rows
+
+
+IN_BOTH_WAYS = """
+import hashlib, sys
+sys.path.insert(0, sys.argv[1])
+import torch
+from native_cases import DENSE, Product, draw, packed
+for type in DENSE:
+    for columns in (64, 200):
+        matrix, x = packed(draw(48, columns, seed=1), type), draw(70, columns, dtype=torch.bfloat16)
+        x[3, 5:9] = torch.tensor([1e-39, float("inf"), float("nan"), 3e38])
+        for rows in (5, 7, 12, 13, 33, 70):
+            bits = Product(matrix, torch.bfloat16)(x[:rows]).view(torch.int16)
+            print(type, columns, rows, hashlib.sha1(bits.numpy().tobytes()).hexdigest())
+"""
+
+
+def test_bf16_by_pairs_and_as_floats() -> None:
+    """Whichever a CPU has done with first: the same bits."""
+    if choose_level() != "avx512_bf16":
+        pytest.skip("this CPU's level has one way")
+    told = set[str]()
+    for floats in "01":
+        given = [sys.executable, "-c", IN_BOTH_WAYS, str(Path(__file__).parent)]
+        done = subprocess.run(given, env=os.environ | {"QUIRE_FLOATS": floats}, capture_output=True, text=True)
+        assert done.returncode == 0, done.stderr
+        told.add(done.stdout)
+    assert len(told) == 1
+    assert told.pop().count("\n") == len(DENSE) * 12
 
 
 # With halves of 20 and 7 columns the activation is a kernel of its own: a gated product is cut in blocks of 16.
