@@ -1,7 +1,10 @@
 """Operations go to kernels where some are installed for the device, and nowhere else."""
 
+import ast
+import re
 import subprocess
 import sys
+from pathlib import Path
 
 import torch
 from torch import Tensor
@@ -54,3 +57,18 @@ def test_operations_import_no_triton() -> None:
     code = "import sys, quire.ops, quire.layers.moe, quire.quantization.registry; print('triton' in sys.modules)"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "False"
+
+
+def test_kernels_wait_for_those_before() -> None:
+    """Launched early, a kernel may read what others write only when it has waited: without a GPU nothing shows that."""
+    launched, waiting = set[str](), set[str]()
+    for path in (Path(ops.__file__).parent / "triton").glob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.Call) and ast.unparse(node.func) == "launch":
+                launched.add(re.findall(r"_\w+", ast.unparse(node.args[0]))[0])
+            elif isinstance(node, ast.FunctionDef):
+                before, waits, _ = ast.unparse(node).partition("\n    begin_kernel()\n")
+                if waits and "tl.load" not in before and "tl.store" not in before:
+                    waiting.add(node.name)
+    assert {"_linear", "_attend", "_combine", "_norm", "_products"} <= launched
+    assert launched <= waiting, launched - waiting
