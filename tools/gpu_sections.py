@@ -413,8 +413,10 @@ def one_after_another() -> Iterator[None]:
     """Kernels begin when the last one has ended: else a profile counts the time that they wait for it as theirs."""
     common: Any = importlib.import_module("quire.ops.triton.common")
     kept, common.starts_early = common.starts_early, lambda: False
-    yield
-    common.starts_early = kept
+    try:
+        yield
+    finally:
+        common.starts_early = kept
 
 
 def llama(seconds: float) -> Iterator[Result]:

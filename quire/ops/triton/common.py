@@ -18,7 +18,7 @@ INTERPRETED = tl.constexpr(bool(knobs.runtime.interpret))
 
 @triton.jit
 def begin_kernel():
-    """Every kernel's first line: its programs have come to their places while the kernel before still ran.
+    """Where every kernel begins to read: its programs have come to their places while the kernel before still ran.
 
     It lets the next kernel's come likewise, and waits until all that was launched before has written what it writes.
     (Programmatic dependent launch: from Hopper on; `launch` asks for it.)
