@@ -12,7 +12,7 @@ from functools import cache
 from typing import Any, TypeVar
 
 from quire.errors import ConfigError
-from quire.utils.suggest import nearest
+from quire.utils.suggest import hint
 
 _FORMS = {bool: "True or False", str: "a text", list: "a list of texts", dict: "an object of keys and values"}
 Options = TypeVar("Options")  # a dataclass of options
@@ -45,9 +45,8 @@ def read_options(kind: type[Options], given: Mapping[str, Any], owner: str) -> O
     known = [field.name for field in dataclasses.fields(kind)]  # type: ignore[arg-type]
     for name in given:
         if name not in known:
-            close = nearest(str(name), known)
-            hint = f"Did you mean {close!r}?" if close else f"There are {', '.join(known)}."
-            raise ConfigError(f"{owner} has no option {name!r}. {hint}")
+            remedy = hint(str(name), known, f"There are {', '.join(known)}.")
+            raise ConfigError(f"{owner} has no option {name!r}. {remedy}")
     try:
         return kind(**given)
     except ConfigError as error:

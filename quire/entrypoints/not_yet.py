@@ -13,7 +13,7 @@ from typing import Any
 from quire.config.engine_args import EngineArgs
 from quire.errors import ConfigError
 from quire.utils import answers as tables
-from quire.utils.suggest import nearest
+from quire.utils.suggest import hint
 
 _PATH = Path(__file__).with_name("not_yet.txt")
 answers = partial(tables.read_answers, _PATH)
@@ -36,8 +36,7 @@ def engine_args(**kwargs: Any) -> EngineArgs:
             if take_anyway(name, kwargs[name]):
                 del kwargs[name]
                 continue
-            close = nearest(name, known)
-            hint = f" Did you mean {close!r}?" if close else " See quire.EngineArgs for the options there are."
-            raise ConfigError(f"unknown engine argument {name!r}.{hint}")
+            remedy = hint(name, known, "See quire.EngineArgs for the options there are.")
+            raise ConfigError(f"unknown engine argument {name!r}. {remedy}")
     given: dict[str, Any] = {name: v for name, v in kwargs.items() if v is not None or name == "model"}
     return EngineArgs(**{name: os.fspath(v) if isinstance(v, os.PathLike) else v for name, v in given.items()})

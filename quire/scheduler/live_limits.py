@@ -9,7 +9,7 @@ from typing import Any
 from quire.config.scheduler import OPTIONS_OF, POLICY_OPTIONS, PolicyOptions, SchedulerConfig
 from quire.errors import ConfigError, InvalidRequestError
 from quire.protocol.stats import Limits
-from quire.utils.suggest import nearest
+from quire.utils.suggest import hint
 
 _COUNTS = ("max_num_seqs", "max_num_batched_tokens")
 _LIMITS = (*_COUNTS, "policy", *POLICY_OPTIONS)
@@ -33,9 +33,8 @@ def changed(config: SchedulerConfig, most: SchedulerConfig, changes: dict[str, A
     """
     for name in changes:
         if name not in _LIMITS:
-            close = nearest(name, _LIMITS)
-            hint = f"did you mean {close!r}?" if close else f"there are {', '.join(_LIMITS)}."
-            raise InvalidRequestError(f"unknown limit {name[:80]!r}; {hint}", name[:80])
+            remedy = hint(name, _LIMITS, f"There are {', '.join(_LIMITS)}.")
+            raise InvalidRequestError(f"unknown limit {name[:80]!r}. {remedy}", name[:80])
     policy = changes.get("policy", config.policy)
     options = config.policy_options.of(policy) if policy == config.policy else {}
     for name in changes:

@@ -15,15 +15,17 @@ def nearest(name: str, known: Iterable[str]) -> str | None:
     return by_key[matches[0]] if matches else None
 
 
+def hint(name: str, known: Iterable[str], otherwise: str = "") -> str:
+    """A sentence that asks for the known name closest to `name`; `otherwise` where none is near."""
+    close = nearest(name, known)
+    return f"Did you mean {close!r}?" if close else otherwise
+
+
 def unknown_name_message(owner: str, names: Iterable[str], known: Iterable[str]) -> str:
-    """One sentence per unknown name, as ``SamplingParams has no argument 'top_pp'; did you mean 'top_p'?``."""
+    """One sentence per unknown name, as ``SamplingParams has no argument 'top_pp'. Did you mean 'top_p'?``."""
     known = list(known)
-    sentences: list[str] = []
-    for name in names:
-        match = nearest(name, known)
-        hint = f"; did you mean {match!r}?" if match else f". Known: {', '.join(known)}."
-        sentences.append(f"{owner} has no argument {name!r}{hint}")
-    return " ".join(sentences)
+    listed = f"Known: {', '.join(known)}."
+    return " ".join(f"{owner} has no argument {name!r}. {hint(name, known, listed)}" for name in names)
 
 
 def _key(name: str) -> str:

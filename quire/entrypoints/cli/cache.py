@@ -9,7 +9,7 @@ from pathlib import Path
 
 from quire.entrypoints.cli.flags import human_bytes, print_table
 from quire.errors import ConfigError
-from quire.utils.suggest import nearest
+from quire.utils.suggest import hint
 from quire.worker.blockfiles import block_paths
 from quire.worker.weights.cache import StoredWeights, cache_folder, remove, stored_weights
 
@@ -47,9 +47,8 @@ def run(namespace: Namespace) -> None:
         raise ConfigError("name one model, as 'quire cache' lists it, or give --all.")
     chosen = [each for each in files if namespace.all or namespace.name in (each.model, each.path.name, each.path.stem)]
     if not chosen and not namespace.all:
-        close = nearest(namespace.name, [each.model for each in files])
-        hint = f" Did you mean {close!r}?" if close else " 'quire cache' lists what there is."
-        raise ConfigError(f"nothing of {namespace.name!r} is kept.{hint}")
+        remedy = hint(namespace.name, [each.model for each in files], "'quire cache' lists what there is.")
+        raise ConfigError(f"nothing of {namespace.name!r} is kept. {remedy}")
     for each in chosen:
         remove(each.path)
     kept = [each for each in chosen if each.path.exists()]

@@ -13,7 +13,7 @@ from quire.entrypoints.cli.flags import engine_args_from, human_bytes, print_tab
 from quire.errors import ConfigError
 from quire.utils.host_memory import available_memory_bytes
 from quire.utils.hub import hub_id, resolve_model_path
-from quire.utils.suggest import nearest
+from quire.utils.suggest import hint
 
 
 def add_name_flag(parser: ArgumentParser) -> None:
@@ -47,9 +47,8 @@ def remove(namespace: Namespace) -> None:
     models = _cache()
     model = next((each for each in models if each.repo_id == namespace.name), None)
     if model is None:
-        close = nearest(namespace.name, [each.repo_id for each in models])
-        hint = f"Did you mean {close!r}?" if close else "'quire models' lists what there is."
-        raise ConfigError(f"{namespace.name!r} is not in the hub's cache. {hint}")
+        remedy = hint(namespace.name, [each.repo_id for each in models], "'quire models' lists what there is.")
+        raise ConfigError(f"{namespace.name!r} is not in the hub's cache. {remedy}")
     try:  # not the client's way, by commits: copies of a model under another name have the same ones
         shutil.rmtree(model.repo_path)
     except OSError as error:

@@ -67,8 +67,8 @@ def test_other_options_of_a_policy_keep_what_it_knows(driver) -> None:
 
 
 BAD: list[tuple[dict[str, Any], str, str]] = [
-    ({"max_num_seq": 3}, "max_num_seq", "unknown limit 'max_num_seq'; did you mean 'max_num_seqs'?"),
-    ({"zzz": 3}, "zzz", "unknown limit 'zzz'; there are max_num_seqs, "),
+    ({"max_num_seq": 3}, "max_num_seq", "unknown limit 'max_num_seq'. Did you mean 'max_num_seqs'?"),
+    ({"zzz": 3}, "zzz", "unknown limit 'zzz'. There are max_num_seqs, "),
     ({"max_num_seqs": "3"}, "max_num_seqs", "max_num_seqs must be an integer, at least 1, got '3'"),
     ({"max_num_seqs": True}, "max_num_seqs", "must be an integer"),
     ({"max_num_seqs": None}, "max_num_seqs", "must be an integer"),

@@ -24,5 +24,5 @@ def test_nearest(name: str, expected: str | None) -> None:
 
 def test_the_message_names_each_unknown_and_its_neighbour() -> None:
     message = unknown_name_message("LLM", ["topk", "qqq"], KNOWN)
-    assert message.startswith("LLM has no argument 'topk'; did you mean 'top_k'?")
+    assert message.startswith("LLM has no argument 'topk'. Did you mean 'top_k'?")
     assert "no argument 'qqq'. Known: temperature, top_p" in message

@@ -88,7 +88,7 @@ def test_parameters_are_set_and_refused(capsys: pytest.CaptureFixture[str]) -> N
     first, second, third = err.splitlines()
     assert first.startswith("error: temperature can't be 'warm'")
     assert "temperature" in second
-    assert third == "error: /set has no argument 'tempature'; did you mean 'temperature'?"
+    assert third == "error: /set has no argument 'tempature'. Did you mean 'temperature'?"
 
 
 def test_a_conversation_is_saved_and_loaded(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -401,7 +401,7 @@ def test_structures_are_named_as_they_were_written(client: TestClient) -> None:
     chat = {"messages": [{"role": "user", "content": "Hi"}]}
     for field, value, words in [
         ("structured_outputs", {"choice": []}, "structured_outputs.choice must be"),
-        ("structured_outputs", {"jsn": {}}, "structured_outputs has no field 'jsn'; did you mean 'json'"),
+        ("structured_outputs", {"jsn": {}}, "structured_outputs has no field 'jsn'. Did you mean 'json'"),
         ("guided_choice", [""], "guided_choice must be a list of non-empty"),
     ]:
         error = client.post("/v1/chat/completions", json=chat | {field: value}).json()["error"]
