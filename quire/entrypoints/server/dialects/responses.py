@@ -157,6 +157,7 @@ class ResponseWriter(EventWriter):
         self._logprobs: list[dict[str, Any]] = []  # of its text
         self._waiting: list[dict[str, Any]] = []  # of tokens whose text is still to come,
         self._raw = ""  # and what they brought the parser
+        self._num_left = 0  # parts of a delta that are still to come
         self._thoughts: list[str] = []
         self._number = -1  # of the last event
         self._end: dict[str, Any] = {"error": None, "incomplete_details": None, "completed_at": None}  # and usage
@@ -188,18 +189,18 @@ class ResponseWriter(EventWriter):
         if (logprobs := self._chat.logprobs(delta)) is not None:
             self._waiting += [_logprob(entry) for entry in logprobs.content]
             self._raw += delta.output.outputs[0].text
+        self._num_left = len(delta.events)
         return super().take(delta)
 
     def part(self, part: ContentEvent) -> list[Event]:
-        if isinstance(part, ReasoningDelta) and part.text in self._raw:
-            self._drop_waiting(self._raw.find(part.text) + len(part.text))
-        elif not isinstance(part, TextDelta):
-            self._drop_waiting(len(self._raw))
+        self._num_left -= 1
         match part:
             case TextDelta(text):
-                self._drop_waiting(self._raw.rfind(text))  # what stands before it, as a tag
-                return self._begin("message", "msg") + [self._text_delta(text)]
+                events, logprobs = self._begin("message", "msg"), self._tokens_of(text)
+                self._logprobs += logprobs
+                return [*events, self._piece("response.output_text.delta", text, logprobs=logprobs)]
             case ReasoningDelta(text):
+                self._tokens_of(text)
                 self._thoughts.append(text)
                 if not self._chat.shows_thoughts:
                     return []
@@ -208,6 +209,7 @@ class ResponseWriter(EventWriter):
                 call = {"call_id": part.id, "name": part.name, "arguments": ""}
                 return self._close_item() + self._begin("function_call", "fc", **call)
             case ToolCallDelta():
+                self._tokens_of(part.arguments)
                 return [self._piece("response.function_call_arguments.delta", part.arguments)]
             case ToolCallEnd():
                 return self._close_item()
@@ -261,8 +263,8 @@ class ResponseWriter(EventWriter):
         self._output.append(dict(item))
         events.append(self._event("response.output_item.added", output_index=self._place, item=dict(item)))
         if "content" in item:
-            where = {"item_id": item["id"], "output_index": self._place, "content_index": 0}
-            events.append(self._event("response.content_part.added", **where, part=_part(kind, "", [])))
+            where, part = _where(item, self._place), _part(kind, "", [])
+            events.append(self._event("response.content_part.added", **where, part=part))
         return events
 
     def _close_item(self, status: str = "completed") -> list[Event]:
@@ -270,44 +272,40 @@ class ResponseWriter(EventWriter):
         if item is None:
             return []
         text, item["status"] = "".join(self._pieces), status
-        where = {"item_id": item["id"], "output_index": self._place}
+        where = _where(item, self._place)
         if item["type"] == "function_call":
             item["arguments"] = text
             events = [self._event("response.function_call_arguments.done", **where, name=item["name"], arguments=text)]
         else:
-            where["content_index"] = 0
-            is_text = item["type"] == "message"
             item["content"] = [part := _part(item["type"], text, self._logprobs)]
-            extra = {"logprobs": self._logprobs} if is_text else {}
-            name = f"response.{'output' if is_text else 'reasoning'}_text.done"
-            events = [self._event(name, **where, text=text, **extra)]
+            shown = {key: part[key] for key in ("text", "logprobs") if key in part}
+            events = [self._event(f"response.{part['type']}.done", **where, **shown)]
             events.append(self._event("response.content_part.done", **where, part=part))
         self._output[-1] = item
         return [*events, self._event("response.output_item.done", output_index=self._place, item=item)]
 
-    def _text_delta(self, text: str) -> Event:
-        logprobs, self._waiting, self._raw = self._waiting, [], ""
-        self._logprobs += logprobs
-        return self._piece("response.output_text.delta", text, logprobs=logprobs)
-
-    def _drop_waiting(self, num_chars: int) -> None:
-        """Wait no more for the tokens of what is none of the answer's text; those after it may be."""
-        end = num_dropped = 0
-        for token in (entry["token"] for entry in self._waiting):
+    def _tokens_of(self, text: str) -> list[dict[str, Any]]:
+        """The waiting tokens of a part's text. Those of what stands before it, as a tag, wait no more."""
+        start = self._raw.find(text) if self._num_left else self._raw.rfind(text)
+        stop = start + len(text)
+        if start < 0:  # it is not told as it came
+            start, stop = 0, 0 if self._num_left else len(self._raw)
+        own, end = list[dict[str, Any]](), 0
+        while self._waiting and end < stop:
+            token = self._waiting[0]["token"]
             # Nearby: bytes of a character stand in the text as the one that they make together, or not yet.
             found = self._raw.find(token, end, end + len(token) + _NEAR)
-            own_end = end if found < 0 else found + len(token)
-            if end >= num_chars or own_end > num_chars:
+            if found >= stop:
                 break
-            end, num_dropped = own_end, num_dropped + 1
-        self._waiting, self._raw = self._waiting[num_dropped:], self._raw[end:]
+            begin, end = end, end if found < 0 else found + len(token)
+            own += [self._waiting.pop(0)] * (begin >= start or end > start)
+        self._raw = self._raw[stop:]
+        return own
 
     def _piece(self, name: str, text: str, **fields: Any) -> Event:
         assert self._open is not None, "a piece belongs to an item"
         self._pieces.append(text)
-        if self._open["type"] != "function_call":
-            fields["content_index"] = 0
-        return self._event(name, item_id=self._open["id"], output_index=self._place, delta=text, **fields)
+        return self._event(name, **_where(self._open, self._place), delta=text, **fields)
 
     @property
     def _place(self) -> int:
@@ -316,6 +314,11 @@ class ResponseWriter(EventWriter):
     def _event(self, kind: str, /, **fields: Any) -> Event:
         self._number += 1
         return {"type": kind, "sequence_number": self._number, **fields}
+
+
+def _where(item: dict[str, Any], place: int) -> dict[str, Any]:
+    """What an event of a part of an item says of its place."""
+    return {"item_id": item["id"], "output_index": place} | ({"content_index": 0} if "content" in item else {})
 
 
 def _part(kind: str, text: str, logprobs: list[dict[str, Any]]) -> dict[str, Any]:

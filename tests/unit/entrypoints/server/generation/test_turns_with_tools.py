@@ -104,6 +104,25 @@ def test_a_response_with_logprobs_has_those_of_its_text(client: TestClient) -> N
     assert "box" not in shown
 
 
+@pytest.mark.parametrize("between", ["", " {}."])
+def test_text_around_calls_has_the_logprobs_of_its_own_tokens_however_they_come(
+    server: Any, client: TestClient, between: str
+) -> None:
+    """Also where a call, and the text on both its sides, are one piece."""
+    call = '<tool_call>\n{"name": "look", "arguments": {"a": {}}}\n</tool_call>'
+    server.core.texts = [f"I look, where 🙂?{call}{between}{call}I look."]
+    found = set()
+    for server.core.stride in range(1, 90):
+        answer = post(client, "/v1/responses", **RESPONSES, include=["message.output_text.logprobs"])
+        texts = [item["content"][0] for item in answer["output"] if item["type"] == "message"]
+        tokens = tuple(token["token"] for text in texts for token in text["logprobs"])
+        found.add((tuple(text["text"] for text in texts), tokens))
+    ((texts, tokens),) = found
+    assert (texts[0], texts[-1], len(texts)) == ("I look, where 🙂?", "I look.", 3 if between else 2)
+    assert (tokens[0], tokens[-1]) == ("I", "<|endoftext|>")
+    assert not {"<", "{", "name"} & set(tokens) or between
+
+
 def test_tools_go_on_in_the_next_response(server: Any, client: TestClient) -> None:
     first = post(client, "/v1/responses", **RESPONSES)
     calls = [item for item in first["output"] if item["type"] == "function_call"]
