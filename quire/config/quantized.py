@@ -22,6 +22,8 @@ _OLDER_FILES = ("quantize_config.json", "quant_config.json")  # of GPTQ's and AW
 _FORMATS = ("pack-quantized", "int-quantized", "float-quantized", "naive-quantized")
 _FORMATS += ("mxfp4-pack-quantized", "mixed-precision")
 _BITS = {"gptq": (2, 3, 4, 8), "awq": (4,)}
+# A pattern that may be matched for ever: a group repeated; over four repetitions, or groups; too long.
+_ENDLESS = re.compile(r"re:(.*\)[*+{]|([^*+{]*[*+{]){5}|([^(]*\(){5}|.{400})", re.DOTALL)
 _VERSIONS = {"gptq": (None, "gptq", "gptq_v2"), "awq": ("gemm", "gemv")}
 
 
@@ -134,16 +136,16 @@ def _check_groups(found: dict[str, Any], model: str) -> None:
         )
     for group in _groups(found):
         weights = group.get("weights") if isinstance(group, dict) else None
-        if not isinstance(weights, dict) or weights.get("num_bits") not in (4, 8):
-            bits = weights.get("num_bits") if isinstance(weights, dict) else None
-            raise ModelLoadError(
-                f"Model {model!r} has weights of {bits!r} bits in its config_groups; supported are 4 and 8."
-            )
+        bits = weights.get("num_bits") if isinstance(weights, dict) else None
+        if bits not in (4, 8):
+            raise ModelLoadError(f"Model {model!r} has weights of {bits!r} bits in its config_groups, not 4 or 8.")
         targets: Any = group.get("targets")
         try:
             if not isinstance(targets, list) or not isinstance(group.get("input_activations") or {}, dict):
                 raise TypeError("it must be a list, and input_activations an object or null")
             for target in targets:
+                if _ENDLESS.match(target):
+                    raise TypeError("a pattern may take for ever; name the modules, or use few wildcards")
                 re.compile(target)
         except (re.error, TypeError) as error:
-            raise ModelLoadError(f"Model {model!r} has config_groups with targets = {targets!r}: {error}.") from error
+            raise ModelLoadError(f"Model {model!r} has config_groups with targets {targets!r:.99}: {error}.") from None

@@ -8,7 +8,7 @@ import pytest
 
 from quire import EngineArgs
 from quire.config.model import ModelConfig
-from quire.errors import ConfigError, QuireError
+from quire.errors import ConfigError, ModelLoadError, QuireError
 
 LLAMA: dict[str, Any] = {
     "architectures": ["LlamaForCausalLM"],
@@ -85,7 +85,7 @@ def test_contradictions_show_both(tmp_path: Path, stated: dict[str, Any] | None,
         (AWQ | {"version": "gemv_fast"}, "awq weights in the layout 'gemv_fast', .* supported are 'gemm', 'gemv'"),
         (
             {"quant_method": "compressed-tensors", "config_groups": {"a": {"targets": ["re:("], "weights": WEIGHTS}}},
-            r"targets = \['re:\('\]: missing \), unterminated subpattern",
+            r"targets \['re:\('\]: missing \), unterminated subpattern",
         ),
         ({"quant_method": "compressed-tensors", "sparsity_config": ["odd"]}, "sparse weights"),
         ({"quant_method": "compressed-tensors", "format": "marlin-24"}, "a format 'marlin-24' of compressed-tensors"),
@@ -102,7 +102,7 @@ def test_contradictions_show_both(tmp_path: Path, stated: dict[str, Any] | None,
         ),
         (
             {"quant_method": "compressed-tensors", "config_groups": {"a": {"weights": WEIGHTS}}},
-            r"config_groups with targets = None: it must be a list",
+            r"config_groups with targets None: it must be a list",
         ),
         (
             {
@@ -117,3 +117,32 @@ def test_contradictions_show_both(tmp_path: Path, stated: dict[str, Any] | None,
 def test_what_is_not_read_is_named(tmp_path: Path, stated: Any, message: str) -> None:
     with pytest.raises(QuireError, match=message):
         EngineArgs(write(tmp_path, stated)).resolve()
+
+
+def _targeted(path: Path, target: str) -> str:
+    group = {"targets": [target], "weights": WEIGHTS}
+    return write(path, {"quant_method": "compressed-tensors", "config_groups": {"group_0": group}})
+
+
+@pytest.mark.parametrize(
+    "pattern",
+    ["(.+)+x", "(?:a|b)*", "((.*)x?){9}", ".*.*.*.*.*x", "(a|.)(a|.)(a|.)(a|.)(a|.)x", "a?" * 200, "(" * 9999],
+)
+def test_patterns_that_may_take_for_ever_are_refused(tmp_path: Path, pattern: str) -> None:
+    """No name of a module is matched with them: `re` would not come back."""
+    with pytest.raises(ModelLoadError, match="config_groups with targets .*a pattern may take for ever; name"):
+        EngineArgs(_targeted(tmp_path, f"re:{pattern}")).resolve()
+
+
+@pytest.mark.parametrize(
+    "pattern",
+    [
+        r".*\.self_attn\.(q|k|v|o)_proj$",
+        r"^model\.layers\.\d+\.mlp\.experts\.\d+\.(gate|up|gate_up|down)_proj$",
+        r".*layers\.([0-9]|[1-5][0-9])\.mlp.*",
+        r"^(?!.*lm_head).*_proj$",
+        r"model\.layers\.(" + "|".join(map(str, range(61))) + r")\.mlp\.(gate_)?up_proj",
+    ],
+)
+def test_patterns_as_they_are_published_are_taken(tmp_path: Path, pattern: str) -> None:
+    assert EngineArgs(_targeted(tmp_path, f"re:{pattern}")).resolve().quantization == "compressed-tensors"
