@@ -6,7 +6,7 @@ import random
 import sys
 from argparse import ArgumentTypeError
 from collections.abc import Mapping
-from pathlib import Path
+from contextlib import nullcontext
 from typing import Any, TypeVar
 
 import msgspec
@@ -16,15 +16,22 @@ from quire.errors import ConfigError
 _Record = TypeVar("_Record")
 
 
-def read_text(path: str, flag: str = "") -> str:
-    """The text of a file, or of standard input ("-"); a ConfigError says why it can't be read."""
+def read_text(path: str, flag: str = "", most: int = 2**30) -> str:
+    """The text of a file, or of standard input ("-"); a ConfigError says why it can't be read.
+
+    Args:
+        most: characters, more than it may have: a device has no end.
+    """
     name = "standard input" if path == "-" else f"{flag} {path}"
     try:
-        return sys.stdin.read() if path == "-" else Path(path).read_text(encoding="utf-8-sig")
+        with nullcontext(sys.stdin) if path == "-" else open(path, encoding="utf-8-sig") as file:
+            if len(text := file.read(most)) < most:
+                return text
     except OSError as error:
         raise ConfigError(f"{name}: {error.strerror}.") from None
     except UnicodeDecodeError:
         raise ConfigError(f"{name} is not UTF-8 text.") from None
+    raise ConfigError(f"{name} does not end within {most} characters.")
 
 
 def decode_record(line: str, of_type: type[_Record], name: str) -> _Record:

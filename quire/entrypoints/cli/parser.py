@@ -65,7 +65,7 @@ class Parser(argparse.ArgumentParser):
         import yaml  # for few
 
         try:
-            given = yaml.safe_load(read_text(path, "--config"))
+            given = yaml.safe_load(read_text(path, "--config", 2**20))
         except yaml.YAMLError as error:
             raise ConfigError(f"{path} can't be read: {' '.join(str(error).split())}.") from None
         if not isinstance(given, dict):

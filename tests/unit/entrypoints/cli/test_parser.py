@@ -147,6 +147,12 @@ def test_files_that_are_refused(text: str, message: str, serve_parser: Parser, t
         serve_parser.read_file(str(file))
 
 
+@pytest.mark.skipif(not Path("/dev/zero").exists(), reason="the system has no such device")
+def test_a_file_without_an_end_is_refused(serve_parser: Parser) -> None:
+    with pytest.raises(ConfigError, match="^--config /dev/zero does not end within 1048576 characters.$"):
+        serve_parser.read_file("/dev/zero")
+
+
 @pytest.mark.parametrize(
     ("text", "message"),
     [
