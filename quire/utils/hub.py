@@ -51,7 +51,7 @@ def resolve_model_path(
     name = hub_id(os.fspath(model))
     if name in _BUNDLED:
         return _bundled(name)
-    path = Path(name).expanduser()
+    path = Path(os.path.expanduser(name))  # as it is where nobody has that home
     if name and (os.path.isdir(path) or local_gguf(path)):  # False where the name is too long, or access denied
         return local_gguf(path) or path
     repository, _, file = name.partition(":")

@@ -57,14 +57,20 @@ def test_every_engine_option_is_a_flag(command: list[str], capsys: pytest.Captur
         assert " ".join(documentation(EngineArgs)[field.name].split()[:3]) in shown
 
 
-@pytest.mark.parametrize("arguments", [["plan", "~/model"], ["cache", "--kv-cache-dir", "~/kept"]])
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["plan", "~/model"], "Model directory '~/model' does not exist; check the path."),
+        (["cache", "--kv-cache-dir", "~/kept"], "Could not determine home directory."),
+    ],
+)
 def test_a_home_that_nobody_has_is_a_line(
-    arguments: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    arguments: list[str], message: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """As without HOME and without an entry among the system's users."""
     monkeypatch.setattr(os.path, "expanduser", lambda path: path)
     assert main(arguments) == 1
-    assert capsys.readouterr().err == "error: Could not determine home directory.\n"
+    assert capsys.readouterr().err == f"error: {message}\n"
 
 
 def test_python_dash_m() -> None:

@@ -157,6 +157,10 @@ def test_cached_snapshot_is_found_offline(tmp_path: Path) -> None:
     assert ModelConfig.from_pretrained("owner/name", download_dir=tmp_path).hidden_size == 8
 
 
+def test_a_home_of_nobody_is_no_traceback() -> None:
+    assert refused("~no-one/x") == "Model directory '~no-one/x' does not exist; check the path."
+
+
 @pytest.mark.usefixtures("offline")
 def test_what_is_not_cached_says_so_offline(tmp_path: Path) -> None:
     cache_with(tmp_path, "owner/name", {"config.json": "{}"}, ref="v1")
