@@ -87,7 +87,7 @@ class EngineArgs:
     """Keys the random numbers of requests that bring no seed of their own."""
     max_model_len: int | None = option(None, 1)
     """Longest prompt plus output, in tokens; the model's own limit, or what the KV cache holds, by default."""
-    max_num_seqs: int = option(256, 1)
+    max_num_seqs: int = option(256, 1, 10**5)
     """Most sequences that run in one step."""
     max_num_batched_tokens: int | None = option(None, 1)
     """Most tokens computed in one step; 2048, or max_model_len where chunked prefill is off, by default."""
@@ -155,7 +155,7 @@ class EngineArgs:
     """Draft tokens ahead of the model, as {"method": "ngram", "num_speculative_tokens": 4} says."""
     enable_lora: bool = option(False)
     """Let requests run with adapters (LoRA)."""
-    max_loras: int = option(8, 1)
+    max_loras: int = option(8, 1, 10**4)
     """Most adapters that a step mixes; those unused for longest make room."""
     max_lora_rank: int = option(16, 1, MAX_LORA_RANK)
     """Highest rank of an adapter."""
@@ -163,7 +163,7 @@ class EngineArgs:
     """Most adapters kept in memory; four times as many as a step mixes by default."""
     enable_prompt_adapter: bool = option(False)
     """Let requests run with prompt adapters: virtual tokens before their prompts."""
-    max_prompt_adapters: int = option(8, 1)
+    max_prompt_adapters: int = option(8, 1, 10**4)
     """Most adapters that a step mixes, beside max_loras: these and LoRAs share all their places."""
     max_prompt_adapter_token: int = option(128, 1)
     """Most virtual tokens of an adapter."""
@@ -212,8 +212,7 @@ class EngineArgs:
             raise ConfigError(f"pipeline_parallel_size={stages} exceeds the model's {num_layers} layers; lower it.")
         if self.pp_partition is None:
             return tuple((num_layers + stages - 1 - stage) // stages for stage in range(stages))
-        parts = self.pp_partition.split(",")
-        given = tuple(int(part) if part.strip().isdecimal() else 0 for part in parts)
+        given = tuple(int(part) if part.strip().isdecimal() else 0 for part in self.pp_partition.split(","))
         if len(given) != stages or sum(given) != num_layers or not all(given):
             raise ConfigError(
                 f"pp_partition={self.pp_partition!r} must be {stages} numbers above 0 (pipeline_parallel_size), as "

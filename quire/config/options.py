@@ -94,6 +94,8 @@ def check_options(options: Any) -> None:
         elif (form := typing.get_origin(kind) or kind) in _FORMS:
             if not isinstance(value, form):
                 raise ConfigError(f"{field.name} must be {_FORMS[form]}, got {got}.")
+            if isinstance(value, str) and "\0" in value:
+                raise ConfigError(f"{field.name} has a NUL character, which no name and no file has: {got}.")
         elif kind in (int, float):
             facts = field.metadata
             check_number(field.name, value, kind, facts["least"], facts["most"], facts["over"])

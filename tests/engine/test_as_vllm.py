@@ -45,7 +45,7 @@ def test_options_under_vllms_names() -> None:
         EngineArgs(max_modl_len=4)
     with pytest.raises(NotYetSupportedError, match="^enable_dbo is not supported"):
         EngineArgs(enable_dbo=True)
-    with pytest.raises(ConfigError, match="max_num_seqs must be an integer, at least 1"):
+    with pytest.raises(ConfigError, match="max_num_seqs must be an integer, from 1 to 100000"):
         EngineArgs(max_num_seqs=0)
 
 

@@ -249,7 +249,7 @@ def test_wrong_counts_and_types(llm: LLM) -> None:
 def test_unknown_and_bad_options() -> None:
     with pytest.raises(ConfigError, match="'max_modellen'.*'max_model_len'"):
         LLM(model="demo", max_modellen=3)
-    with pytest.raises(ConfigError, match="max_num_seqs must be an integer, at least 1, got 0"):
+    with pytest.raises(ConfigError, match="max_num_seqs must be an integer, from 1 to 100000, got 0"):
         LLM(model="demo", max_num_seqs=0)
     with pytest.raises(ConfigError, match=r"gpu_memory_utilization must be a number, over 0, at most 1, got 1.5"):
         LLM(model="demo", gpu_memory_utilization=1.5)

@@ -69,6 +69,7 @@ class Some:
         ({"names": "x"}, "names must be a list of texts, got 'x'."),
         ({"names": None}, "names must be a list of texts, got None."),
         ({"key": 5}, "key must be a text, got a int."),
+        ({"key": "a\0b"}, "key has a NUL character, which no name and no file has: a str."),
         ({"facts": [1]}, "facts must be an object of keys and values, got [1]."),
     ],
 )
@@ -148,9 +149,15 @@ def test_defaults_of_requests_are_overridden() -> None:
         params(override_generation_config={"temperature": -1})
 
 
-def test_engines_that_no_machine_has() -> None:
-    with pytest.raises(ConfigError, match="data_parallel_size must be an integer, from 1 to 1024, got 2147483648"):
-        EngineArgs(data_parallel_size=2**31)
+@pytest.mark.parametrize(
+    ("name", "most"),
+    [("data_parallel_size", 1024), ("max_num_seqs", 10**5), ("max_loras", 10**4), ("max_prompt_adapters", 10**4)],
+)
+def test_engines_that_no_machine_has(name: str, most: int) -> None:
+    """Each has arrays of that length: no error of an allocation is to tell what there may be."""
+    given: dict[str, Any] = {name: 2**62}
+    with pytest.raises(ConfigError, match=f"^{name} must be an integer, from 1 to {most}, got {2**62}.$"):
+        EngineArgs(**given)
 
 
 def test_prompts_may_share_a_step() -> None:
@@ -163,6 +170,14 @@ def test_prompts_may_share_a_step() -> None:
 def test_options_of_vllms_scripts_are_taken_without_a_word(caplog: pytest.LogCaptureFixture) -> None:
     EngineArgs(enforce_eager=True, swap_space=4)
     assert caplog.text == ""
+
+
+@pytest.mark.parametrize("option", ["kv_cache_dir", "model", "tokenizer", "download_dir"])
+def test_a_path_with_a_nul_is_refused(option: str) -> None:
+    """The system would say 'embedded null byte', in the middle of a start."""
+    given: dict[str, Any] = {option: "a\0b"}
+    with pytest.raises(ConfigError, match=rf"^{option} has a NUL character, .*: 'a\\x00b'.$"):
+        EngineArgs(**given)
 
 
 def test_paths_are_texts(tmp_path: Path) -> None:

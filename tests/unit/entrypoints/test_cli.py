@@ -261,7 +261,7 @@ def test_no_prompt_is_refused_before_any_model_is_loaded(
 @pytest.mark.parametrize(
     ("arguments", "code", "message"),
     [
-        (["--max-num-seqs", "0"], 2, "error: max_num_seqs must be an integer, at least 1, got 0.\n"),
+        (["--max-num-seqs", "0"], 2, "error: max_num_seqs must be an integer, from 1 to 100000, got 0.\n"),
         (
             ["--gpu-memory-utilization", "2"],
             2,

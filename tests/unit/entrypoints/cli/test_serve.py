@@ -128,7 +128,7 @@ def test_a_model_taken_for_a_value_is_refused(
         ("--allowed-origins [", "not valid JSON"),
         ("--ssl-cert-reqs 3", "invalid choice"),
         ("--prot 8000", "Did you mean --port?"),
-        ("--max-num-seqs 0", "max_num_seqs must be an integer, at least 1"),
+        ("--max-num-seqs 0", "max_num_seqs must be an integer, from 1 to 100000"),
     ],
 )
 def test_wrong_usage(served: list[Any], flags: str, message: str, capsys: pytest.CaptureFixture[str]) -> None:
