@@ -286,10 +286,9 @@ class ResponseWriter(EventWriter):
 
     def _tokens_of(self, text: str) -> list[dict[str, Any]]:
         """The waiting tokens of a part's text. Those of what stands before it, as a tag, wait no more."""
+        # Where it is not told as it came, so many characters.
         start = self._raw.find(text) if self._num_left else self._raw.rfind(text)
         stop = start + len(text)
-        if start < 0:  # it is not told as it came
-            start, stop = 0, 0 if self._num_left else len(self._raw)
         own, end = list[dict[str, Any]](), 0
         while self._waiting and end < stop:
             token = self._waiting[0]["token"]
