@@ -427,6 +427,8 @@ def test_chat_templates(tmp_path: Path) -> None:
     assert read_chat_template(str(tmp_path / "chat.jinja")) == "{{ messages }}"
     with pytest.raises(ConfigError, match=r"can't be read \(No such file"):
         read_chat_template(str(tmp_path / "gone"))
+    with pytest.raises(ConfigError, match=r"can't be read \(a device has no end\)"):
+        read_chat_template("/dev/zero")
 
 
 @pytest.mark.parametrize(
