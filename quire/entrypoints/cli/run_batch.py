@@ -251,6 +251,8 @@ def _open_output(name: str) -> Iterator[BinaryIO]:
     if name == "-":
         yield sys.stdout.buffer
         return
+    if Path(name).is_dir():
+        raise ConfigError(f"--output-file {name!r} is a folder; name a file.")
     part = Path(f"{name}.part")
     try:
         file = part.open("r+b" if part.exists() else "w+b")

@@ -210,6 +210,8 @@ def test_answers_to_other_requests_are_left_alone(ids: list[str]) -> None:
     [
         (["-i", "/gone/in", "-o", "-"], "--input-file /gone/in: No such file"),
         (["-i", "/dev/null", "-o", "/gone/out"], "--output-file /gone/out: No such file"),
+        (["-i", "/dev/null", "-o", "/tmp"], "--output-file '/tmp' is a folder; name a file."),
+        (["-i", "/dev/null", "-o", ""], "--output-file '' is a folder; name a file."),
         (["-i", "-", "-o", "-", "--max-num-seqs", "0"], "max_num_seqs must be an integer, from 1 to 100000"),
         (["-i", "-", "-o", "-", "--reasoning-parser", "qwen4"], "reasoning_parser 'qwen4' is no parser; did you mean"),
         (["-i", "-", "-o", "-", "--response-role", ""], "response_role must not be empty"),
