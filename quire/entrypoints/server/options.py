@@ -55,7 +55,7 @@ class ServerArgs:
     allowed_adapter_dir: str | None = option(None)
     """Folder of adapters that clients may load by /v1/load_lora_adapter; none may be without."""
     models_dir: str | None = option(None)
-    """Folder of models: each sub-folder with a config.json is one, under its name. Loaded at first use."""
+    """Folder of models: each sub-folder with a config.json or *.gguf is one, under its name. Loaded at first use."""
     keep_alive: float | None = option(None, -1)
     """Seconds without work after which one of several models is unloaded, 300 by default; 0 at once, -1 never. One
     model alone is loaded at the start and stays, unless this is given."""
