@@ -251,8 +251,8 @@ def _open_output(name: str) -> Iterator[BinaryIO]:
     if name == "-":
         yield sys.stdout.buffer
         return
-    if Path(name).is_dir():
-        raise ConfigError(f"--output-file {name!r} is a folder; name a file.")
+    if os.path.exists(name or ".") and not os.path.isfile(name):  # a device would be replaced in the end
+        raise ConfigError(f"--output-file {name!r} is no file; name one, or - for standard output.")
     part = Path(f"{name}.part")
     try:
         file = part.open("r+b" if part.exists() else "w+b")

@@ -4,6 +4,7 @@ import asyncio
 import errno
 import io
 import json
+import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -210,8 +211,8 @@ def test_answers_to_other_requests_are_left_alone(ids: list[str]) -> None:
     [
         (["-i", "/gone/in", "-o", "-"], "--input-file /gone/in: No such file"),
         (["-i", "/dev/null", "-o", "/gone/out"], "--output-file /gone/out: No such file"),
-        (["-i", "/dev/null", "-o", "/tmp"], "--output-file '/tmp' is a folder; name a file."),
-        (["-i", "/dev/null", "-o", ""], "--output-file '' is a folder; name a file."),
+        (["-i", "/dev/null", "-o", "/"], "--output-file '/' is no file; name one, or - for standard output."),
+        (["-i", "/dev/null", "-o", ""], "--output-file '' is no file; name one, or - for standard output."),
         (["-i", "-", "-o", "-", "--max-num-seqs", "0"], "max_num_seqs must be an integer, from 1 to 100000"),
         (["-i", "-", "-o", "-", "--reasoning-parser", "qwen4"], "reasoning_parser 'qwen4' is no parser; did you mean"),
         (["-i", "-", "-o", "-", "--response-role", ""], "response_role must not be empty"),
@@ -222,6 +223,14 @@ def test_what_is_wrong_shows_before_a_model_is_loaded(
 ) -> None:
     assert main(["run-batch", *flags]) == 2
     assert message in capsys.readouterr().err
+
+
+def test_a_device_is_not_replaced_by_the_answers(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """As /dev/null or /dev/stdout might be, by root; a pipe stands for them here."""
+    os.mkfifo(tmp_path / "pipe")
+    assert main(["run-batch", "-i", "/dev/null", "-o", str(tmp_path / "pipe"), "--load-format", "dummy"]) == 2
+    assert f"--output-file '{tmp_path}/pipe' is no file; name one" in capsys.readouterr().err
+    assert (tmp_path / "pipe").is_fifo()
 
 
 @pytest.mark.slow
