@@ -97,6 +97,7 @@ def test_a_prompt_adapter_is_a_model_of_its_name(adapted: RunningServer) -> None
         ("half", 400, "leads out of --allowed-adapter-dir"),
         ("a\0b", 400, "leads out of --allowed-adapter-dir"),
         ("nobody", 404, "there is no folder 'nobody'"),
+        ("é" * 200, 404, "there is no folder 'é"),  # longer than a name may be
         ("foreign", 400, "it was made for another base model"),
         ("wide", 400, "it was made for another base model"),
         ("untold", 400, "must have 'prompt_embeddings' [None, width]"),

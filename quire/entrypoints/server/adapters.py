@@ -7,6 +7,7 @@ import asyncio
 import itertools
 import json
 import logging
+import os
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -85,8 +86,7 @@ async def load_adapter(body: LoadRequest, state: State) -> PlainTextResponse:
     """Load an adapter, while others' requests go on; from then on its name is a model's."""
     path = _allowed(body.lora_path, state)
     if body.lora_name in state.adapters or body.lora_name in state.model_names:
-        message = f"the name {body.lora_name!r} is taken; unload it first, or give another."
-        raise InvalidRequestError(message, "lora_name")
+        raise InvalidRequestError(f"the name {body.lora_name!r} is taken; unload it, or give another.", "lora_name")
     request = await asyncio.to_thread(_request, body.lora_name, str(path))
     await state.llm.add_lora(request)
     if state.adapters.setdefault(body.lora_name, request) is not request:
@@ -126,6 +126,6 @@ def _allowed(given: str, state: ServerState) -> Path:
         places = [path := home.parent]
     if not all(place.is_relative_to(home) for place in places):
         raise InvalidRequestError("lora_path leads out of --allowed-adapter-dir; give a folder below it.", "lora_path")
-    if not path.is_dir():
+    if not os.path.isdir(path):  # nor is a name that is too long
         raise HTTPException(404, f"there is no folder {Path(given).name[:80]!r} at lora_path.")
     return path
