@@ -71,8 +71,17 @@ inline vi splat_int(int32_t x) { return vi{} + x; }
 inline vf as_float(vi x) { return (vf)x; }
 inline vi as_int(vf x) { return (vi)x; }
 inline vf select(vi mask, vf yes, vf no) { return mask ? yes : no; }
+// Where one is NaN, or both are 0, the second one: as x86 has it, which compilers don't see.
+#if defined(__AVX512F__)
+inline vf max(vf a, vf b) { return (vf)_mm512_max_ps((__m512)a, (__m512)b); }
+inline vf min(vf a, vf b) { return (vf)_mm512_min_ps((__m512)a, (__m512)b); }
+#elif defined(__AVX2__)
+inline vf max(vf a, vf b) { return (vf)_mm256_max_ps((__m256)a, (__m256)b); }
+inline vf min(vf a, vf b) { return (vf)_mm256_min_ps((__m256)a, (__m256)b); }
+#else
 inline vf max(vf a, vf b) { return a > b ? a : b; }
 inline vf min(vf a, vf b) { return a < b ? a : b; }
+#endif
 
 inline vf load(const float* p) {
     vf out;
