@@ -78,26 +78,34 @@ private:
     // The codes and scale of one row, as those of int8 weights are chosen (pack.h).
     template <class T>
     void fill_row(const T* x, int64_t cols, int64_t first_row, int64_t place, int64_t places) const {
+        constexpr int64_t kStretch = 256;  // columns that are rounded before they are laid out: to take vectors apart takes longer
         const float most = largest_magnitude(x, cols), inverse = most > 0 ? 127.0f / most : 0.0f;
         int8_t* out = panel(first_row) + place * kGroup;
         vi total{};
-        for (int64_t first = 0; first < padded; first += 32) {
-            vf tile{};  // integers, of which no sum is rounded
-            for (int64_t i = first; i < first + 32; i += kLanes) {
-                const vf values = i + kLanes <= cols ? load(x + i) : i < cols ? load_part(x + i, int(cols - i)) : vf{};
-                const vf bounded = min(max(round_product(values, inverse), splat(-127.0f)), splat(127.0f));
-                const vi codes = __builtin_convertvector(bounded, vi);
-                tile += bounded, total += codes;
-                constexpr int kPiece = kGroup < kLanes ? kGroup : kLanes;
-                const vb bytes = __builtin_convertvector(codes, vb);
-                int8_t pieces[kLanes];
-                std::memcpy(pieces, &bytes, sizeof bytes);
-                for (int lane = 0; lane < kLanes; lane += kPiece) {
-                    const int64_t column = i + lane;
-                    std::memcpy(out + column / kGroup * places * kGroup + column % kGroup, pieces + lane, kPiece);
+        for (int64_t begin = 0; begin < padded; begin += kStretch) {
+            const int64_t end = padded - begin < kStretch ? padded : begin + kStretch;
+            alignas(64) int8_t codes[kStretch];
+            for (int64_t first = begin; first < end; first += 32) {
+                const T* from = x + first;
+                T last[32];
+                if (first + 32 > cols) {  // zeros beyond the last column
+                    std::memset(last, 0, sizeof last);
+                    if (first < cols) std::memcpy(last, from, (cols - first) * sizeof(T));
+                    from = last;
                 }
+                vi tile{};
+#pragma GCC unroll 4
+                for (int i = 0; i < 32; i += kLanes) {
+                    const vi integers = nearest(min(max(load(from + i) * inverse, splat(-127.0f)), splat(127.0f)));
+                    const vb bytes = __builtin_convertvector(integers, vb);
+                    tile += integers;
+                    std::memcpy(codes + (first - begin) + i, &bytes, sizeof bytes);
+                }
+                total += tile;
+                if (less) panel_less(first_row)[first / 32 * places + place] = -8 * sum_of(tile);
             }
-            if (less) panel_less(first_row)[first / 32 * places + place] = -8 * int32_t(hsum(tile));
+#pragma GCC unroll 8
+            for (int64_t i = 0; i < end - begin; i += kGroup, out += places * kGroup) std::memcpy(out, codes + i, kGroup);
         }
         excess[first_row + place] = 128 * sum_of(total);
         scales[first_row + place] = most / 127.0f;  // NaN where any of the row is: it shows

@@ -104,16 +104,29 @@ inline void unpack_row(const Matrix& m, int64_t row, float* out) {
 // NaN where any of them is.
 template <class T>
 inline float largest_magnitude(const T* x, int64_t n) {
-    vi most{};  // as integers, positive numbers have their order, and NaN is the largest
-    for_vectors(n, [&](int64_t i, int count) {
-        const vi magnitude = as_int(load_n(x + i, count)) & 0x7fffffff;
+    using Bits = std::conditional_t<sizeof(T) == 2, int16_t, int32_t>;  // as integers, positive numbers have their order, and NaN is the largest
+    typedef Bits vs __attribute__((vector_size(sizeof(vf))));
+    constexpr int kCount = sizeof(vf) / sizeof(T);
+    constexpr Bits kMagnitude = Bits(~(Bits(1) << (8 * sizeof(T) - 1)));
+    vs most{};
+    int64_t i = 0;
+    for (; i + kCount <= n; i += kCount) {
+        vs magnitude;
+        std::memcpy(&magnitude, x + i, sizeof magnitude);
+        magnitude &= kMagnitude;
         most = magnitude > most ? magnitude : most;
-    });
-    int32_t out = 0;
-    for (int i = 0; i < kLanes; i++) out = most[i] > out ? most[i] : out;
-    float magnitude;
-    std::memcpy(&magnitude, &out, 4);
-    return magnitude;
+    }
+    Bits out = 0;
+    for (int lane = 0; lane < kCount; lane++) out = most[lane] > out ? most[lane] : out;
+    for (; i < n; i++) {
+        Bits magnitude;
+        std::memcpy(&magnitude, x + i, sizeof magnitude);
+        magnitude &= kMagnitude;
+        out = magnitude > out ? magnitude : out;
+    }
+    T found;
+    std::memcpy(&found, &out, sizeof found);
+    return to_float(found);
 }
 
 // x * factor to the nearest integer, the product rounded first: not fused, so that every level and the twin in

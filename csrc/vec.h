@@ -196,6 +196,17 @@ inline vf round_nearest(vf x) {  // |x| < 2^22
     return plain(x + magic) - magic;
 }
 
+// To the nearest integer, ties to even.
+inline vi nearest(vf x) {  // |x| < 2^22
+#if defined(__AVX512F__)
+    return (vi)_mm512_cvtps_epi32((__m512)x);
+#elif defined(__AVX2__)
+    return (vi)_mm256_cvtps_epi32((__m256)x);
+#else
+    return __builtin_convertvector(round_nearest(x), vi);
+#endif
+}
+
 // e^x, within 1 ulp or so of the true value; 0 below -87.3, inf above 88.7; e^0 is exactly 1. (Cephes' polynomial.)
 inline vf exp(vf x) {
     vi under = x < splat(-87.33f), over = x > splat(88.72f);
