@@ -371,17 +371,6 @@ inline void multiply_turned(const uint8_t* block, int64_t num_tiles, const RowsO
     }
 }
 
-// Of so many rows the index-th group: of at most `most`, all about as large, as the sums of one or two rows wait for each other.
-struct RowGroup {
-    int64_t first, count;
-
-    RowGroup(int64_t num_rows, int64_t most, int64_t index) {
-        const int64_t groups = divide_up(num_rows, most), more = num_rows % groups;  // so many have a row more
-        first = num_rows / groups * index + (index < more ? index : more);
-        count = num_rows / groups + (index < more);
-    }
-};
-
 // x as the kernels read it: where it lies or, of one group or for i8, a copy by groups of rows that meet weights at once, in them by tiles:
 // [tile][row][32], zeros up to a multiple of 32 columns; in floats, of each eight columns the first ones of pairs come first. In rows that
 // lie apart by a power of two, what reads much waits for lines of L1.

@@ -4,6 +4,9 @@
 // Sums of integers are exact, so a row's bits are its own, whatever is computed beside it and in which order. Weights are
 // bytes around 128 and x is signed, as VPDPBUSD (AVX512_VNNI) wants them; what 128 adds is taken off at the end. Weights of four bits
 // become such bytes, or meet few rows as they are (w4a8.h).
+//
+// Few rows meet blocks one after the other, as they come from memory. Of many, up to twelve meet two blocks at once: 24 sums are in
+// registers, and 14 loads serve 24 products, where those of one block would take 13 for 12 and CPUs load no more than they multiply.
 #pragma once
 
 #if defined(__AVX2__)
@@ -19,20 +22,23 @@ namespace quire::QUIRE_NS {
 
 constexpr int kIntRows = 12;  // rows of x that meet a block of weights at once: their sums stay in registers
 
-// Places that a panel of so many rows has: kernels are compiled for no other numbers.
-constexpr int panel_places(int64_t num_rows) { return num_rows <= 2 ? int(num_rows) : num_rows <= 4 ? 4 : num_rows <= 8 ? 8 : kIntRows; }
+constexpr int64_t kIntPanels = 8;  // panels of rows that stay in L2 while all weights of a task meet them, at most
 
-// Calls body with the places as a constant: those without a row are computed for nobody.
+// Calls body with the places of a panel of so many rows as a constant.
+#if defined(__ARM_FEATURE_MATMUL_INT8)
+constexpr int panel_places(int64_t num_rows) { return num_rows == 1 ? 1 : int(round_up(num_rows, 2)); }
 template <class Body>
 inline void with_panel_places(int64_t num_rows, const Body& body) {
-    switch (panel_places(num_rows)) {
-        case 1: return body(std::integral_constant<int, 1>());
-        case 2: return body(std::integral_constant<int, 2>());
-        case 4: return body(std::integral_constant<int, 4>());
-        case 8: return body(std::integral_constant<int, 8>());
-        default: body(std::integral_constant<int, kIntRows>());
-    }
+    if (num_rows == 1) return body(std::integral_constant<int, 1>());
+    with_rows<kIntRows / 2>(divide_up(num_rows, 2), [&](auto pairs) { body(std::integral_constant<int, 2 * pairs>()); });
 }
+#else
+constexpr int panel_places(int64_t num_rows) { return int(num_rows); }
+template <class Body>
+inline void with_panel_places(int64_t num_rows, const Body& body) {
+    with_rows<kIntRows>(num_rows, body);
+}
+#endif
 
 inline int32_t sum_of(vi x) {
     int32_t sum = 0;
@@ -40,47 +46,52 @@ inline int32_t sum_of(vi x) {
     return sum;
 }
 
-// x in eight bits, laid out for a kernel: panels of kRows rows, in them by kGroup columns: [columns / kGroup][places][kGroup]. Tiles, which
-// take 64 columns at once, find kRows places in each panel, vectors no more than they multiply: one row lies close together.
+// x in eight bits, laid out for a kernel: panels of kRows rows at most, in them by kGroup columns: [columns / kGroup][places][kGroup]. Tiles,
+// which take 64 columns at once, find kRows places in each panel, vectors no more than they multiply, and about as many in each.
 template <int kRows, int kGroup>
 struct IntRows {
-    int64_t padded;   // columns
-    int8_t* panels;   // [panels][kRows * padded]
-    float* scales;    // [rows]
-    int32_t* excess;  // [rows] what 128 adds to the sums of a row
-    int32_t* less;    // [panels][tiles][places] what 8 takes from the sums of 32 columns, or null
+    int64_t num_rows, padded;  // rows, columns
+    int8_t* panels;            // [panels][kRows * padded]
+    float* scales;             // [rows]
+    int32_t* excess;           // [rows] what 128 adds to the sums of a row
+    int32_t* less;             // [panels][kRows * tiles] what 8 takes from the sums of 32 columns, [tiles][places], or null
 
     // Room for them; `for_codes`: with what 8 takes from sums.
-    IntRows(const LinearArgs& a, bool for_codes, Scratch& scratch) : padded(round_up(a.weight.num_tiles() * 32, kGroup)) {
-        const int64_t rows = round_up(a.num_rows, kRows);
-        panels = scratch.get<int8_t>(rows * (padded + 8 + (for_codes ? padded / 8 : 0)));
-        scales = reinterpret_cast<float*>(panels + rows * padded);
-        excess = reinterpret_cast<int32_t*>(scales + rows);
-        less = for_codes ? excess + rows : nullptr;
+    IntRows(const LinearArgs& a, bool for_codes, Scratch& scratch) : num_rows(a.num_rows), padded(round_up(a.weight.num_tiles() * 32, kGroup)) {
+        const int64_t room = round_up(num_rows, kRows);
+        panels = scratch.get<int8_t>(room * (padded + 8 + (for_codes ? padded / 8 : 0)));
+        scales = reinterpret_cast<float*>(panels + room * padded);
+        excess = reinterpret_cast<int32_t*>(scales + room);
+        less = for_codes ? excess + room : nullptr;
     }
-    int8_t* panel(int64_t first_row) const { return panels + first_row * padded; }
-    int32_t* panel_less(int64_t first_row) const { return less + first_row * (padded / 32); }
+    int64_t num_panels() const { return divide_up(num_rows, kRows); }
+    int8_t* panel(int64_t index) const { return panels + index * kRows * padded; }
+    int32_t* panel_less(int64_t index) const { return less + index * kRows * (padded / 32); }
+    RowGroup rows_of(int64_t index) const {
+        RowGroup rows(num_rows, kRows, index);
+        if (kGroup != 4) rows.first = index * kRows, rows.count = num_rows - rows.first < kRows ? num_rows - rows.first : kRows;
+        return rows;
+    }
 
-    // The rows of the panel that begins with this one.
-    void fill(const LinearArgs& a, int64_t first_row) const {
-        const int64_t left = a.num_rows - first_row, count = left < kRows ? left : kRows, places = kGroup == 4 ? panel_places(count) : kRows;
-        for (int64_t place = 0; place < count; place++) {
-            const int64_t at = (first_row + place) * a.x_stride;
-            if (a.type == Type::bf16) fill_row(static_cast<const bf16*>(a.x) + at, a.weight.cols, first_row, place, places);
-            else fill_row(static_cast<const float*>(a.x) + at, a.weight.cols, first_row, place, places);
+    void fill(const LinearArgs& a, int64_t index) const {
+        const RowGroup rows = rows_of(index);
+        for (int64_t place = 0; place < rows.count; place++) {
+            const int64_t at = (rows.first + place) * a.x_stride, places = kGroup == 4 ? panel_places(rows.count) : kRows;
+            if (a.type == Type::bf16) fill_row(static_cast<const bf16*>(a.x) + at, a.weight.cols, rows.first + place, index, place, places);
+            else fill_row(static_cast<const float*>(a.x) + at, a.weight.cols, rows.first + place, index, place, places);
         }
     }
     void fill_all(const LinearArgs& a, ThreadPool& pool) const {
-        pool.run(divide_up(a.num_rows, kRows), [&](int64_t panel, int) { fill(a, panel * kRows); });
+        pool.run(num_panels(), [&](int64_t index, int) { fill(a, index); });
     }
 
 private:
     // The codes and scale of one row, as those of int8 weights are chosen (pack.h).
     template <class T>
-    void fill_row(const T* x, int64_t cols, int64_t first_row, int64_t place, int64_t places) const {
+    void fill_row(const T* x, int64_t cols, int64_t row, int64_t index, int64_t place, int64_t places) const {
         constexpr int64_t kStretch = 256;  // columns that are rounded before they are laid out: to take vectors apart takes longer
         const float most = largest_magnitude(x, cols), inverse = most > 0 ? 127.0f / most : 0.0f;
-        int8_t* out = panel(first_row) + place * kGroup;
+        int8_t* out = panel(index) + place * kGroup;
         vi total{};
         for (int64_t begin = 0; begin < padded; begin += kStretch) {
             const int64_t end = padded - begin < kStretch ? padded : begin + kStretch;
@@ -102,13 +113,13 @@ private:
                     std::memcpy(codes + (first - begin) + i, &bytes, sizeof bytes);
                 }
                 total += tile;
-                if (less) panel_less(first_row)[first / 32 * places + place] = -8 * sum_of(tile);
+                if (less) panel_less(index)[first / 32 * places + place] = -8 * sum_of(tile);
             }
 #pragma GCC unroll 8
             for (int64_t i = 0; i < end - begin; i += kGroup, out += places * kGroup) std::memcpy(out, codes + i, kGroup);
         }
-        excess[first_row + place] = 128 * sum_of(total);
-        scales[first_row + place] = most / 127.0f;  // NaN where any of the row is: it shows
+        excess[row] = 128 * sum_of(total);
+        scales[row] = most / 127.0f;  // NaN where any of the row is: it shows
     }
 };
 
@@ -154,7 +165,7 @@ constexpr bool kSignedSums = false;
 template <int kRows>
 inline void int_tile(const uint8_t* weights, int64_t num_tiles, const int8_t* x, int32_t* sums) {
 #if defined(__AVX512VNNI__)
-    constexpr int kApart = kRows < 4 ? 4 / kRows : 1;  // sums of a row, added at the end: one product would wait for another
+    constexpr int kApart = kRows < 4 ? (kRows + 3) / kRows : 1;  // sums of a row, added at the end: one product would wait for another
     __m512i acc[kApart][kRows];
     for (auto& apart : acc)
         for (__m512i& sum : apart) sum = _mm512_setzero_si512();
@@ -221,25 +232,66 @@ inline void int_tile(const uint8_t* weights, int64_t num_tiles, const int8_t* x,
 #endif
 }
 
-// A pair of blocks of weights, as codes or in bytes, and the rows of a panel: to where their sums belong.
-inline void multiply_pair(const LinearArgs& a, BlockPair pair, const uint8_t* const (&weights)[2], bool codes, const IntRows<kIntRows, 4>& rows, int64_t first_row) {
+// Of each block of the pair that comes next so many bytes with every tile, to fetch into L2 meanwhile.
+struct PairFetch {
+    const uint8_t* blocks[2];
+    int64_t step;
+};
+
+// A pair of blocks that lie in L2, and the rows of a panel: four columns of a row are read once for both.
+template <int kRows>
+inline void int_pair(const uint8_t* const (&weights)[2], int64_t num_tiles, const int8_t* x, [[maybe_unused]] PairFetch fetch, int32_t (&sums)[2][kIntRows * 16]) {
+#if defined(__AVX512VNNI__)
+    const uint8_t *first = weights[0], *second = weights[1];
+    __m512i acc[2][kRows];
+#pragma GCC unroll 12
+    for (int m = 0; m < kRows; m++) acc[0][m] = acc[1][m] = _mm512_setzero_si512();
+    for (int64_t t = 0; t < num_tiles; t++, first += 512, second += 512, x += 8 * kRows * 4) {
+        for (int64_t i = 0; i < fetch.step; i += 64)
+            for (const uint8_t* block : fetch.blocks) _mm_prefetch(reinterpret_cast<const char*>(block + i), _MM_HINT_T1);
+        for (const uint8_t*& block : fetch.blocks) block += fetch.step;
+#pragma GCC unroll 8
+        for (int q = 0; q < 8; q++) {
+            const __m512i w[2] = {_mm512_loadu_si512(first + q * 64), _mm512_loadu_si512(second + q * 64)};
+#pragma GCC unroll 12
+            for (int m = 0; m < kRows; m++) {
+                __m512i four = _mm512_set1_epi32(four_of(x, q * kRows + m));
+                asm("" : "+v"(four));  // in a register: a load for each product is more than the CPU does
+                for (int b = 0; b < 2; b++) acc[b][m] = _mm512_dpbusd_epi32(acc[b][m], w[b], four);
+            }
+        }
+    }
+#pragma GCC unroll 12
+    for (int m = 0; m < kRows; m++)
+        for (int b = 0; b < 2; b++) _mm512_storeu_si512(sums[b] + m * 16, acc[b][m]);
+#else
+    for (int b = 0; b < 2; b++) int_tile<kRows>(weights[b], num_tiles, x, sums[b]);
+#endif
+}
+
+// A pair of blocks of weights, as they come or, in bytes, where they lie in L2, and the rows of a panel: to where their sums belong.
+inline void multiply_pair(const LinearArgs& a, BlockPair pair, const uint8_t* const (&weights)[2], bool codes, const IntRows<kIntRows, 4>& rows, int64_t panel,
+                          PairFetch fetch) {
     alignas(64) int32_t sums[2][kIntRows * 16];
     alignas(64) float values[kIntRows * 32];
-    const int64_t tiles = a.weight.num_tiles(), left = a.num_rows - first_row, count = left < kIntRows ? left : kIntRows;
-    const int8_t* x = rows.panel(first_row);
-    with_panel_places(count, [&](auto places) {
+    const int64_t tiles = a.weight.num_tiles();
+    const int8_t* x = rows.panel(panel);
+    const RowGroup group = rows.rows_of(panel);
+    with_panel_places(group.count, [&](auto places) {
+        if constexpr (2 * places >= kIntRows)  // as many as there are in each of several panels
+            if (!codes && rows.num_panels() > 1) return int_pair<places>(weights, tiles, x, fetch, sums);
         for (int b = 0; b < 1 + pair.has_second; b++)
-            codes ? code_tile<places>(weights[b], tiles, x, rows.panel_less(first_row), sums[b]) : int_tile<places>(weights[b], tiles, x, sums[b]);
+            codes ? code_tile<places>(weights[b], tiles, x, rows.panel_less(panel), sums[b]) : int_tile<places>(weights[b], tiles, x, sums[b]);
     });
-    for (int64_t m = 0; m < count; m++) {
-        const int32_t excess = kSignedSums || codes ? 0 : rows.excess[first_row + m];
+    for (int64_t m = 0; m < group.count; m++) {
+        const int32_t excess = kSignedSums || codes ? 0 : rows.excess[group.first + m];
         for (int i = 0; i < 16 * (1 + pair.has_second); i += kLanes) {
             vi sum;
             std::memcpy(&sum, sums[i / 16] + m * 16 + i % 16, sizeof sum);
-            store(values + m * 32 + i, __builtin_convertvector(sum - excess, vf) * rows.scales[first_row + m]);
+            store(values + m * 32 + i, __builtin_convertvector(sum - excess, vf) * rows.scales[group.first + m]);
         }
     }
-    finish_pair(a, pair, values, first_row, count);
+    finish_pair(a, pair, values, group.first, group.count);
 }
 
 inline void linear_int8(const LinearArgs& a, Context& context) {
@@ -251,13 +303,15 @@ inline void linear_int8(const LinearArgs& a, Context& context) {
     const IntRows<kIntRows, 4> all_rows(a, codes, context.shared);
     if (!own) all_rows.fill_all(a, context.pool);
     const BlockPairs pairs(a);
-    const int64_t tiles = w.num_tiles(), block_bytes = tiles * (codes ? w.tile_bytes() : 512);
-    int64_t group = divide_up(kTaskBytes, 2 * block_bytes);
-    if (!few) {  // as many weights as stay in L2 while panels of x meet them in turn
+    const int64_t tiles = w.num_tiles(), read_bytes = tiles * w.tile_bytes(), block_bytes = codes ? read_bytes : tiles * 512;
+    int64_t panels = context.cache / 4 / (kIntRows * all_rows.padded);  // that meet a pair of blocks in turn: they have a quarter of L2,
+    panels = panels > kIntPanels ? kIntPanels : panels < 1 ? 1 : panels;
+    int64_t group = divide_up(kTaskBytes, 2 * block_bytes), places = 1;
+    if (all_rows.num_panels() > panels) {  // and another one a task's pairs, for other panels
         const int64_t fair = pairs.count / (4 * context.pool.size());  // no thread waits long for another
         group = context.cache / 4 / (2 * block_bytes);
         group = group < fair ? group : fair;
-        group = group < 1 ? 1 : group;
+        places = group = group < 1 ? 1 : group;
     }
     const EvenTasks all_tasks(pairs.count, group, context.pool.size());
     context.pool.run_parts(all_tasks.count, [&](ThreadPool::Tasks& tasks, int thread) {
@@ -265,19 +319,28 @@ inline void linear_int8(const LinearArgs& a, Context& context) {
         if (!tasks.take(task)) return;  // before x is rounded: there may be more threads than blocks
         const auto rows = own ? IntRows<kIntRows, 4>(a, codes, context.thread_scratch2[thread]) : all_rows;
         if (own) rows.fill(a, 0);
-        uint8_t* expanded = expands ? context.thread_scratch[thread].get<uint8_t>(2 * group * block_bytes) : nullptr;
+        uint8_t* expanded = expands ? context.thread_scratch[thread].get<uint8_t>(2 * places * block_bytes) : nullptr;
         do {
             const int64_t begin = all_tasks.begin(task), end = all_tasks.end(task);
-            for (int64_t first_row = 0; first_row < a.num_rows; first_row += kIntRows)
+            for (int64_t first = 0; first < rows.num_panels(); first += panels)
                 for (int64_t i = begin; i < end; i++) {
-                    const BlockPair pair = pairs[i];
+                    const BlockPair pair = pairs[i], next = pairs[i + 1 < pairs.count ? i + 1 : i];
                     const uint8_t* weights[2] = {w.tile(pair.first, 0), w.tile(pair.second, 0)};
                     for (int b = 0; expands && b < 1 + pair.has_second; b++) {
-                        uint8_t* bytes = expanded + (2 * (i - begin) + b) * block_bytes;
-                        if (first_row == 0) expand_w4a8(weights[b], tiles, bytes);
+                        uint8_t* bytes = expanded + (2 * ((i - begin) % places) + b) * block_bytes;
+                        if (first == 0) expand_w4a8(weights[b], tiles, bytes);
                         weights[b] = bytes;
                     }
-                    multiply_pair(a, pair, weights, codes, rows, first_row);
+                    if (!pair.has_second) weights[1] = weights[0];
+                    const int64_t last = rows.num_panels() - first < panels ? rows.num_panels() : first + panels;
+                    const int64_t step = round_up(divide_up(w.tile_bytes(), last - first), 64);
+                    PairFetch fetch{{w.tile(next.first, 0), w.tile(next.second, 0)}, 0};
+                    for (int64_t panel = first, fetched = first == 0 ? 0 : read_bytes; panel < last; panel++) {
+                        fetch.step = fetched < read_bytes ? step : 0;
+                        multiply_pair(a, pair, weights, codes, rows, panel, fetch);
+                        for (const uint8_t*& block : fetch.blocks) block += tiles * fetch.step;
+                        fetched += tiles * fetch.step;
+                    }
                 }
         } while (tasks.take(task));
     });

@@ -14,10 +14,12 @@
 namespace quire::QUIRE_NS {
 
 // Up to so many rows of x meet codes: to multiply sums, and expand codes for each panel of rows, takes less than to make bytes. Where pairs
-// of rows are multiplied, twice as fast, that is so for fewer.
+// of rows, or of blocks, are multiplied faster, that is so for fewer.
 #if defined(__ARM_FEATURE_MATMUL_INT8)
 constexpr int64_t kCodeRows = 4;
-#elif defined(__AVX512VNNI__) || defined(__ARM_FEATURE_DOTPROD)
+#elif defined(__AVX512VNNI__)
+constexpr int64_t kCodeRows = 12;
+#elif defined(__ARM_FEATURE_DOTPROD)
 constexpr int64_t kCodeRows = 24;
 #else
 constexpr int64_t kCodeRows = 0;
