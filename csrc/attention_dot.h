@@ -2,42 +2,54 @@
 //
 // A chunk's keys are gathered as pairs of features, its values as pairs of keys, so that one kernel does both products:
 // the scores of 64 keys, and the weighted sums of 64 features, each in a lane of its own and over the pairs in order.
+//
+// Where floats_are_faster() (linear_dot.h), all of them are floats instead: the second of a pair is added first, as an instruction for pairs does.
 #pragma once
 
 #include <optional>
 
 #include "attention_parts.h"
-#include "expand.h"
+#include "linear_dot.h"
 
 namespace quire::QUIRE_NS {
 
 constexpr int kDotRows = 4;            // rows whose sums of 64 columns stay in registers, beside what the softmax needs
 constexpr int kScoreParts = 2 * kDotRows;  // of their products with keys, after each of which comes a step of the softmax
+constexpr int kFloatRows = 12;         // rows whose sums of 32 columns do, where the softmax comes after them
 constexpr int64_t kDotTaskRows = 256;  // of a task, which share each gathered chunk
 constexpr int kDirectRows = 8;         // rows that at a time meet keys and values as they lie in memory, the first ones of which bring them near
 constexpr int64_t kManyRows = 48;      // rows that share gathered chunks: in their long products what comes is fetched, and not while gathering
 constexpr int64_t kLead = 16384;       // bytes that are fetched before they are read, where that goes on at any time
 
-// Where a task keeps what it works on. D is the padded head size; a word is a pair of bf16.
+// Where a task keeps what it works on. D is the padded head size; a word is a pair of bf16 or, of 32 that follow each other, first the float
+// of each pair's first one and then those of the second ones.
+template <class Word>
+constexpr int64_t kWords = std::is_same_v<Word, float> ? 2 : 1;  // for a pair
+template <bool kFloats>
 struct DotScratch {
-    uint32_t *keys, *values;           // [D / 2][64] and [32][D]
+    using Word = std::conditional_t<kFloats, float, uint32_t>;
+    static constexpr int64_t kWords = QUIRE_NS::kWords<Word>;
+    static constexpr int64_t kScores = (kFloats ? kFloatRows : 2 * kDotRows) * kChunk;
+
+    Word *keys, *values;               // [D / 2][64] and [32][D]; floats by 32 columns, [2][D][32] and [D / 32][64][32]
     float *key_scales, *value_scales;  // [64], of an i8 cache
-    float* scores;                     // [2 * kDotRows][64]
-    uint32_t* weights;                 // [row][32]
-    uint32_t* queries;                 // [row][D / 2]
+    float* scores;                     // [row][64]
+    Word* weights;                     // [row][32 * kWords]
+    Word* queries;                     // [row][D / 2 * kWords]
     float *sums, *totals;              // [row][16], of a chunk's weights, and of all so far
     float* decays;                     // [row], what the sums so far shrink by
     uint64_t* seen;                    // [row], a bit for each key of the chunk
 
     DotScratch(Scratch& scratch, int64_t dim, int64_t num_rows) {
-        keys = scratch.get<uint32_t>(2 * kChunk / 2 * dim + 2 * kChunk + 2 * kDotRows * kChunk + num_rows * (kChunk / 2 + dim / 2 + 32 + 3));
-        values = keys + kChunk / 2 * dim;
-        key_scales = reinterpret_cast<float*>(values + kChunk / 2 * dim);
+        const int64_t chunk = kWords * kChunk / 2 * dim;
+        keys = scratch.get<Word>(2 * chunk + 2 * kChunk + kScores + num_rows * (kWords * (kChunk / 2 + dim / 2) + 32 + 3));
+        values = keys + chunk;
+        key_scales = reinterpret_cast<float*>(values + chunk);
         value_scales = key_scales + kChunk;
         scores = value_scales + kChunk;
-        weights = reinterpret_cast<uint32_t*>(scores + 2 * kDotRows * kChunk);
-        queries = weights + num_rows * kChunk / 2;
-        sums = reinterpret_cast<float*>(queries + num_rows * dim / 2);
+        weights = reinterpret_cast<Word*>(scores + kScores);
+        queries = weights + kWords * num_rows * kChunk / 2;
+        sums = reinterpret_cast<float*>(queries + kWords * num_rows * dim / 2);
         totals = sums + num_rows * 16;
         seen = reinterpret_cast<uint64_t*>(totals + num_rows * 16);
         decays = reinterpret_cast<float*>(seen + num_rows);
@@ -177,14 +189,38 @@ private:
     const char *from_ = nullptr, *end_ = nullptr;
 };
 
-// Keys and values [low, high) of a chunk, zeros elsewhere.
+// 16 pairs -> 16 floats of the first ones, and then those of the second ones.
+QUIRE_INLINE void store_floats(__m512i pairs, float* to) {
+    const FloatPairs floats(pairs);
+    _mm512_storeu_ps(to, floats.first);
+    _mm512_storeu_ps(to + 16, floats.second);
+}
+
+// `count` keys of a block, from place `at` of the chunk on, in floats.
 template <class Cached>
-void gather_pairs(const Sight& sight, int64_t chunk, int64_t low, int64_t high, Ahead<Cached>* ahead, const DotScratch& s) {
+inline void spread_keys(const Cached* from, int64_t block_size, int64_t dim, int64_t at, int64_t count, float* keys) {
+    for (int64_t i = 0, n; i < count; i += n) {
+        n = std::min<int64_t>(16 - (at + i) % 16, count - i);
+        float* to = keys + (at + i) / 32 * 32 * dim + (at + i) % 32;
+        for (int64_t d = 0; d < dim; d++)
+            _mm512_mask_storeu_epi32(to + d * 32, first_lanes(n), _mm512_slli_epi32(load_halves(from + d * block_size + i, first_lanes(n)), 16));
+    }
+}
+// A value, at place `at` of the chunk.
+template <class Cached>
+inline void spread_value(const Cached* from, int64_t dim, int64_t at, float* values) {
+    for (int64_t d = 0; d < dim; d += 16)
+        _mm512_storeu_si512(values + d / 32 * 32 * kChunk + at * 32 + d % 32, _mm512_slli_epi32(load_halves(from + d, 0xffff), 16));
+}
+
+// Keys and values [low, high) of a chunk, zeros elsewhere.
+template <class Cached, bool kFloats>
+void gather_pairs(const Sight& sight, int64_t chunk, int64_t low, int64_t high, Ahead<Cached>* ahead, const DotScratch<kFloats>& s) {
     const CacheShape& shape = sight.a.cache_shape;
     const int64_t dim = shape.padded_dim(), size = shape.block_size;
     if (low > chunk || high < chunk + kChunk) {
-        std::memset(s.keys, 0, kChunk * dim * 2);
-        std::memset(s.values, 0, kChunk * dim * 2);
+        std::memset(s.keys, 0, kChunk * dim * 2 * s.kWords);
+        std::memset(s.values, 0, kChunk * dim * 2 * s.kWords);
         std::memset(s.key_scales, 0, kChunk * 4);
         std::memset(s.value_scales, 0, kChunk * 4);
     }
@@ -192,11 +228,17 @@ void gather_pairs(const Sight& sight, int64_t chunk, int64_t low, int64_t high, 
         const Cached* k = reinterpret_cast<const Cached*>(sight.head(position, false));
         const Cached* v = reinterpret_cast<const Cached*>(sight.head(position, true));
         const int64_t at = position - chunk;
-        for (int64_t d = 0; d < dim; d += 2)
-            zip(k + d * size + offset, k + (d + 1) * size + offset, count, s.keys + d / 2 * kChunk + at);
+        if constexpr (kFloats) spread_keys(k + offset, size, dim, at, count, s.keys);
+        for (int64_t d = 0; d < dim && !kFloats; d += 2)
+            zip(k + d * size + offset, k + (d + 1) * size + offset, count, reinterpret_cast<uint32_t*>(s.keys) + d / 2 * kChunk + at);
         for (int64_t i = 0; i < count; i++) {
             const Cached* from = v + (offset + i) * dim;
-            uint32_t* to = s.values + (at + i) / 2 * dim;
+            if constexpr (kFloats) {
+                if (ahead) ahead->fetch(2 * dim * int64_t(sizeof(Cached)));
+                spread_value(from, dim, at + i, s.values);
+                continue;
+            }
+            uint32_t* to = reinterpret_cast<uint32_t*>(s.values) + (at + i) / 2 * dim;
             const bool two = (at + i) % 2 == 0 && i + 1 < count;
             if (ahead) ahead->fetch((two ? 4 : 2) * dim * int64_t(sizeof(Cached)));
             if (two)
@@ -266,6 +308,38 @@ inline void dot_values(const uint32_t* x, const uint32_t* y, int64_t y_stride, i
     times<kRows>([&](auto r) QUIRE_ALWAYS { times<kVectors>([&](auto j) QUIRE_ALWAYS { _mm512_storeu_ps(out + r * out_stride + j * 16, acc[r][j]); }); });
 }
 
+// As dot_scores and dot_values, of floats, for 16 * kVectors of 32 columns: out = out * keep, or zeros, + the products of pairs [begin, end).
+template <int kRows, int kVectors>
+QUIRE_ONE_COPY void multiply_floats(const float* x, int64_t x_stride, const float* y, int64_t begin, int64_t end, const float* keep,
+                                    float* out, int64_t out_stride) {
+    __m512 acc[kRows][kVectors];
+    auto for_sums = [&](const auto& body) QUIRE_ALWAYS {
+        times<kRows>([&](auto r) QUIRE_ALWAYS { times<kVectors>([&](auto j) QUIRE_ALWAYS { body(acc[r][j], out + r * out_stride + j * 16, r); }); });
+    };
+    if (keep)
+        for_sums([&](__m512& sum, const float* at, int r) QUIRE_ALWAYS { sum = _mm512_mul_ps(_mm512_loadu_ps(at), _mm512_set1_ps(keep[r])); });
+    else
+        for_sums([](__m512& sum, const float*, int) QUIRE_ALWAYS { sum = _mm512_setzero_ps(); });
+    y += begin * 64;
+    for (int64_t stop; begin < end; begin = stop) {
+        stop = std::min(begin / 16 * 16 + 16, end);
+        NearRows<kRows, 0> rows({reinterpret_cast<const bf16*>(x + begin / 16 * 32 + begin % 16), 2 * x_stride, 0});
+        for (int64_t pair = begin; pair < stop; pair++, y += 64, rows.skip(4)) {
+            auto add = [&](int which) QUIRE_ALWAYS {
+                __m512 columns[kVectors];
+                times<kVectors>([&](auto j) QUIRE_ALWAYS { columns[j] = _mm512_loadu_ps(y + which * 32 + j * 16); });
+                times<kRows>([&](auto r) QUIRE_ALWAYS {
+                    const __m512 factor = _mm512_set1_ps(*reinterpret_cast<const float*>(rows.at(r, which * 4)));
+                    times<kVectors>([&](auto j) QUIRE_ALWAYS { acc[r][j] = _mm512_fmadd_ps(columns[j], factor, acc[r][j]); });
+                });
+            };
+            add(1);
+            add(0);
+        }
+    }
+    for_sums([](const __m512& sum, float* at, int) QUIRE_ALWAYS { _mm512_storeu_ps(at, sum); });
+}
+
 // 2^x to 4e-7, for x <= 0 or so; 2^0 is exactly 1, and far below 0 it is 0; where it is not wanted it is 0 too. Of a sixteenth
 // by look-up, of what is left by a polynomial: next to products, only its four multiplications take time.
 alignas(64) constexpr float kRoots[16] = {1.0f, 1.04427378f, 1.09050773f, 1.13878863f, 1.18920712f, 1.24185781f, 1.29683955f, 1.35425555f,
@@ -280,8 +354,8 @@ QUIRE_INLINE __m512 power_of_2(__m512 x, __mmask16 wanted) {
 }
 
 // The softmax of a row's scores of a chunk. First its maximum:
-template <bool kScaled, bool kCapped>
-QUIRE_INLINE void raise_highest(const DotScratch& s, float* scores, uint64_t seen, ScoreFactors factors, float& highest) {
+template <bool kScaled, bool kCapped, class Scratches>
+QUIRE_INLINE void raise_highest(const Scratches& s, float* scores, uint64_t seen, ScoreFactors factors, float& highest) {
     __m512 most = _mm512_set1_ps(-__builtin_inff());
     for (int j = 0; j < 4; j++) {
         __m512 raw = _mm512_loadu_ps(scores + j * 16);
@@ -295,8 +369,8 @@ QUIRE_INLINE void raise_highest(const DotScratch& s, float* scores, uint64_t see
 }
 
 // Then its weights, and their sums.
-template <bool kScaled>
-QUIRE_INLINE void weigh_row(const DotScratch& s, int64_t row, const float* scores, float scale, float highest) {
+template <bool kScaled, bool kFloats>
+QUIRE_INLINE void weigh_row(const DotScratch<kFloats>& s, int64_t row, const float* scores, float scale, float highest) {
     const uint64_t seen = s.seen[row];
     auto weigh = [&](int j) QUIRE_ALWAYS {
         return power_of_2(_mm512_fmsub_ps(_mm512_loadu_ps(scores + j * 16), _mm512_set1_ps(scale), _mm512_set1_ps(highest)), __mmask16(seen >> 16 * j));
@@ -309,13 +383,15 @@ QUIRE_INLINE void weigh_row(const DotScratch& s, int64_t row, const float* score
         const __m512 first = weigh(2 * i), second = weigh(2 * i + 1);
         sum = i == 0 ? _mm512_add_ps(first, second) : _mm512_add_ps(_mm512_add_ps(sum, first), second);
         const __m512bh pairs = _mm512_cvtne2ps_pbh(scaled(second, 2 * i + 1), scaled(first, 2 * i));
-        _mm512_storeu_si512(s.weights + row * kChunk / 2 + i * 16, (__m512i)pairs);
+        if constexpr (kFloats) store_floats((__m512i)pairs, s.weights + row * kChunk + i * 32);
+        else _mm512_storeu_si512(s.weights + row * kChunk / 2 + i * 16, (__m512i)pairs);
     });
     _mm512_storeu_ps(s.sums + row * 16, sum);
 }
 
 // Last what rows' sums shrink by, in place of their maxima before, and their totals.
-inline void add_totals(const DotScratch& s, int64_t num_rows, const float* highest, float* totals) {
+template <class Scratches>
+inline void add_totals(const Scratches& s, int64_t num_rows, const float* highest, float* totals) {
     for (int64_t r = 0; r < num_rows; r += 16) {
         const __mmask16 there = first_lanes(num_rows - r);
         auto load = [&](const float* from) { return _mm512_maskz_loadu_ps(there, from + r); };
@@ -368,24 +444,61 @@ struct ColumnPairs {
     template <class Cached>
     QUIRE_INLINE explicit ColumnPairs(const Cached* even) : ColumnPairs(load_32(even), _mm512_setzero_si512()) {}
 
-    QUIRE_INLINE void add(uint32_t weights, __m512 (&sums)[2]) const {
-        const __m512bh pair = (__m512bh)_mm512_set1_epi32(int(weights));
+    QUIRE_INLINE void add(const uint32_t* weights, __m512 (&sums)[2]) const {
+        const __m512bh pair = (__m512bh)_mm512_set1_epi32(int(*weights));
         sums[0] = _mm512_dpbf16_ps(sums[0], low, pair), sums[1] = _mm512_dpbf16_ps(sums[1], high, pair);
+    }
+    // Sums from and to 32 columns in order.
+    static QUIRE_INLINE void load_sums(__m512 a, __m512 b, __m512 (&sums)[2]) {
+        sums[0] = _mm512_shuffle_f32x4(a, b, 0x88), sums[1] = _mm512_shuffle_f32x4(a, b, 0xdd);  // columns 0-3 8-11 16-19 24-27, the others
+    }
+    static QUIRE_INLINE void store_sums(const __m512 (&sums)[2], float* to) {
+        const __m512i first = _mm512_setr_epi32(0, 1, 2, 3, 16, 17, 18, 19, 4, 5, 6, 7, 20, 21, 22, 23);
+        const __m512i second = _mm512_setr_epi32(8, 9, 10, 11, 24, 25, 26, 27, 12, 13, 14, 15, 28, 29, 30, 31);
+        _mm512_storeu_ps(to, _mm512_permutex2var_ps(sums[0], first, sums[1]));
+        _mm512_storeu_ps(to + 16, _mm512_permutex2var_ps(sums[0], second, sums[1]));
     }
 };
 
-// Sums by such pairs from and to 32 columns in order.
-QUIRE_INLINE void to_pairs(const float* from, float keep, __m512 (&sums)[2]) {
-    const __m512 a = _mm512_mul_ps(_mm512_loadu_ps(from), _mm512_set1_ps(keep)), b = _mm512_mul_ps(_mm512_loadu_ps(from + 16), _mm512_set1_ps(keep));
-    const __m512 c = _mm512_shuffle_f32x4(a, b, 0x88), d = _mm512_shuffle_f32x4(a, b, 0xdd);  // columns 0-3 8-11 16-19 24-27, the others
-    sums[0] = c, sums[1] = d;
-}
-QUIRE_INLINE void from_pairs(const __m512 (&sums)[2], float* to) {
-    const __m512i first = _mm512_setr_epi32(0, 1, 2, 3, 16, 17, 18, 19, 4, 5, 6, 7, 20, 21, 22, 23);
-    const __m512i second = _mm512_setr_epi32(8, 9, 10, 11, 24, 25, 26, 27, 12, 13, 14, 15, 28, 29, 30, 31);
-    _mm512_storeu_ps(to, _mm512_permutex2var_ps(sums[0], first, sums[1]));
-    _mm512_storeu_ps(to + 16, _mm512_permutex2var_ps(sums[0], second, sums[1]));
-}
+// Two rows' columns in floats: of bf16 the even columns and the odd ones, of bytes the first 16 and the others.
+template <class Cached>
+struct ColumnFloats {
+    __m512 first[2] = {}, second[2] = {};
+
+    QUIRE_INLINE ColumnFloats() {}
+    QUIRE_INLINE explicit ColumnFloats(const Cached* even) { load(even, first); }
+    QUIRE_INLINE ColumnFloats(const Cached* even, const Cached* odd) { load(even, first), load(odd, second); }
+    static QUIRE_INLINE void load(const Cached* from, __m512 (&to)[2]) {
+        if constexpr (sizeof(Cached) == 1) {
+            auto bytes = [](const Cached* p) QUIRE_ALWAYS { return _mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p)))); };
+            to[0] = bytes(from), to[1] = bytes(from + 16);
+        } else {
+            const FloatPairs floats(load_32(from));
+            to[0] = floats.first, to[1] = floats.second;
+        }
+    }
+
+    QUIRE_INLINE void add(const float* weights, __m512 (&sums)[2]) const {
+        const __m512 of_first = _mm512_set1_ps(weights[0]), of_second = _mm512_set1_ps(weights[16]);
+        for (int i = 0; i < 2; i++) sums[i] = _mm512_fmadd_ps(first[i], of_first, _mm512_fmadd_ps(second[i], of_second, sums[i]));
+    }
+    static QUIRE_INLINE void load_sums(__m512 a, __m512 b, __m512 (&sums)[2]) {
+        const __m512i even = _mm512_setr_epi32(0, 2, 4, 6, 8, 10, 12, 14, 16, 18, 20, 22, 24, 26, 28, 30);
+        sums[0] = sizeof(Cached) == 1 ? a : _mm512_permutex2var_ps(a, even, b);
+        sums[1] = sizeof(Cached) == 1 ? b : _mm512_permutex2var_ps(a, _mm512_add_epi32(even, _mm512_set1_epi32(1)), b);
+    }
+    static QUIRE_INLINE void store_sums(const __m512 (&sums)[2], float* to) {
+        const __m512i first = _mm512_setr_epi32(0, 16, 1, 17, 2, 18, 3, 19, 4, 20, 5, 21, 6, 22, 7, 23);
+        _mm512_storeu_ps(to, sizeof(Cached) == 1 ? sums[0] : _mm512_permutex2var_ps(sums[0], first, sums[1]));
+        _mm512_storeu_ps(to + 16, sizeof(Cached) == 1 ? sums[1] : _mm512_permutex2var_ps(sums[0], _mm512_add_epi32(first, _mm512_set1_epi32(8)), sums[1]));
+    }
+};
+
+// By the words of queries and weights (DotScratch): columns, and where a pair lies.
+template <class Cached, class Word>
+using ColumnsOf = std::conditional_t<std::is_same_v<Word, float>, ColumnFloats<Cached>, ColumnPairs>;
+QUIRE_INLINE const uint32_t* pair_at(const uint32_t* words, int64_t pair) { return words + pair; }
+QUIRE_INLINE const float* pair_at(const float* words, int64_t pair) { return words + pair + (pair & ~15); }
 
 // Of so many pairs of rows calls fetch() and add(pair, part, columns) with columns_at(pair, part). `kEarly`: what a cache holds is looked
 // up for the next pair while this one is multiplied.
@@ -399,10 +512,10 @@ QUIRE_INLINE void for_columns(int64_t num_pairs, const Fetch& fetch, const Colum
         return;
     }
     constexpr std::integral_constant<int, 0> part;
-    ColumnPairs next = columns_at(0, part);
+    auto next = columns_at(0, part);
     for (int64_t pair = 0; pair < num_pairs; pair++) {
         fetch();
-        const ColumnPairs columns = next;
+        const auto columns = next;
         next = columns_at(pair + 1 < num_pairs ? pair + 1 : pair, part);
         add(pair, part, columns);
     }
@@ -412,41 +525,53 @@ template <class Cached>
 constexpr bool is_early(int num_rows) { return sizeof(Cached) == 1 && num_rows > 4; }
 
 // Scores of a block's 32 keys: as dot_pairs has them. Of those that are not there, anything: nobody looks at them.
-template <int kRows, class Cached>
-inline void direct_scores(const DirectChunk<Cached>& c, Ahead<Cached>* ahead, int64_t block, const uint32_t* queries, float* scores) {
-    __m512 acc[kRows][2];
-    times<kRows>([&](auto r) QUIRE_ALWAYS { acc[r][0] = acc[r][1] = _mm512_setzero_ps(); });
-    const Cached* keys = c.keys[block];
-    const int64_t num_pairs = c.dim / 2;
-    auto columns_at = [&](int64_t pair, int) QUIRE_ALWAYS { return ColumnPairs(keys + pair * 64, keys + pair * 64 + 32); };
-    auto fetch = [&]() QUIRE_ALWAYS {
-        if (ahead) ahead->fetch(2 * 32 * sizeof(Cached));
+template <int kRows, int kBlocks, class Cached, class Word>
+inline void direct_scores(const DirectChunk<Cached>& c, Ahead<Cached>* ahead, int64_t block, const Word* queries, float* scores) {
+    using Columns = ColumnsOf<Cached, Word>;
+    __m512 acc[kRows][kBlocks][2];
+    auto for_sums = [&](const auto& body) QUIRE_ALWAYS {
+        times<kRows>([&](auto r) QUIRE_ALWAYS { times<kBlocks>([&](auto b) QUIRE_ALWAYS { body(acc[r][b], scores + r * kChunk + (block + b) * 32); }); });
     };
-    for_columns<is_early<Cached>(kRows), 1>(num_pairs, fetch, columns_at, [&](int64_t pair, auto, const ColumnPairs& columns) QUIRE_ALWAYS {
-        times<kRows>([&](auto r) QUIRE_ALWAYS { columns.add(queries[r * num_pairs + pair], acc[r]); });
+    for_sums([](auto& sums, float*) QUIRE_ALWAYS { sums[0] = sums[1] = _mm512_setzero_ps(); });
+    const Cached *first = c.keys[block], *second = c.keys[block + kBlocks - 1];
+    const int64_t num_pairs = c.dim / 2;
+    auto columns_at = [&](int64_t pair, int b) QUIRE_ALWAYS {
+        const Cached* keys = (b ? second : first) + pair * 64;
+        return Columns(keys, keys + 32);
+    };
+    auto fetch = [&]() QUIRE_ALWAYS {
+        if (ahead) ahead->fetch(2 * 32 * kBlocks * sizeof(Cached));
+    };
+    for_columns<is_early<Cached>(kRows), kBlocks>(num_pairs, fetch, columns_at, [&](int64_t pair, auto b, const Columns& columns) QUIRE_ALWAYS {
+        const Word* x = pair_at(queries, pair);
+        times<kRows>([&](auto r) QUIRE_ALWAYS { columns.add(x + r * kWords<Word> * num_pairs, acc[r][b]); });
     });
-    times<kRows>([&](auto r) QUIRE_ALWAYS { from_pairs(acc[r], scores + r * kChunk + block * 32); });
+    for_sums([](const auto& sums, float* at) QUIRE_ALWAYS { Columns::store_sums(sums, at); });
 }
 
 // out = out * keep + weighted sums of 32 * kParts features of the values from `first` on, likewise. What is not there, is
 // not read: it may be no number.
-template <int kRows, int kParts, class Cached>
-inline void direct_sums(const DirectChunk<Cached>& c, Ahead<Cached>* ahead, int64_t first, const uint32_t* weights, const float* keep, float* out) {
+template <int kRows, int kParts, class Cached, class Word>
+inline void direct_sums(const DirectChunk<Cached>& c, Ahead<Cached>* ahead, int64_t first, const Word* weights, const float* keep, float* out) {
+    using Columns = ColumnsOf<Cached, Word>;
     __m512 acc[kRows][kParts][2];
     auto for_sums = [&](const auto& body) QUIRE_ALWAYS {
         times<kRows>([&](auto r) QUIRE_ALWAYS { times<kParts>([&](auto j) QUIRE_ALWAYS { body(acc[r][j], out + r * c.dim + first + j * 32, keep[r]); }); });
     };
-    for_sums([](auto& sums, const float* at, float shrink) QUIRE_ALWAYS { to_pairs(at, shrink, sums); });
+    for_sums([](auto& sums, const float* at, float shrink) QUIRE_ALWAYS {
+        const __m512 keep = _mm512_set1_ps(shrink);
+        Columns::load_sums(_mm512_mul_ps(_mm512_loadu_ps(at), keep), _mm512_mul_ps(_mm512_loadu_ps(at + 16), keep), sums);
+    });
     for (int64_t block = 0; block < c.num_blocks; block++) {
         const Cached* values = c.values[block] + first;
         const int64_t count = c.counts[block], num_pairs = count / 2;
         auto columns_at = [&](int64_t pair, int part) QUIRE_ALWAYS {
             const Cached* even = values + 2 * pair * c.dim + part * 32;
-            return ColumnPairs(even, even + c.dim);
+            return Columns(even, even + c.dim);
         };
-        auto add = [&](int64_t pair, auto part, const ColumnPairs& columns) QUIRE_ALWAYS {
-            const uint32_t* x = weights + block * 16 + pair;
-            times<kRows>([&](auto r) QUIRE_ALWAYS { columns.add(x[r * kChunk / 2], acc[r][part]); });
+        auto add = [&](int64_t pair, auto part, const Columns& columns) QUIRE_ALWAYS {
+            const Word* x = pair_at(weights, block * 16 + pair);
+            times<kRows>([&](auto r) QUIRE_ALWAYS { columns.add(x + r * kWords<Word> * kChunk / 2, acc[r][part]); });
         };
         auto fetch = [&]() QUIRE_ALWAYS {
             if (ahead) ahead->fetch(2 * 32 * kParts * sizeof(Cached));
@@ -454,22 +579,26 @@ inline void direct_sums(const DirectChunk<Cached>& c, Ahead<Cached>* ahead, int6
         for_columns<is_early<Cached>(kRows), kParts>(num_pairs, fetch, columns_at, add);
         if (count % 2 == 0) continue;
         if (ahead) ahead->fetch(32 * kParts * sizeof(Cached));
-        times<kParts>([&](auto part) QUIRE_ALWAYS { add(num_pairs, part, ColumnPairs(values + (count - 1) * c.dim + part * 32)); });
+        times<kParts>([&](auto part) QUIRE_ALWAYS { add(num_pairs, part, Columns(values + (count - 1) * c.dim + part * 32)); });
     }
     if (c.counts[1] < 31)  // pairs of zeros, which gathered chunks end with, make +0 of -0
-        for_sums([](auto& sums, float*, float) QUIRE_ALWAYS { ColumnPairs().add(0, sums); });
-    for_sums([](const auto& sums, float* at, float) QUIRE_ALWAYS { from_pairs(sums, at); });
+        for_sums([](auto& sums, float*, float) QUIRE_ALWAYS {
+            constexpr Word kZeros[kWords<Word> * 16] = {};
+            Columns().add(kZeros, sums);
+        });
+    for_sums([](const auto& sums, float* at, float) QUIRE_ALWAYS { Columns::store_sums(sums, at); });
 }
 
-template <class Cached, bool kCapped>
+template <class Cached, bool kCapped, bool kFloats>
 struct DotKernel {
+    using Memory = DotScratch<kFloats>;
     const AttentionArgs& a;
     Context& context;
 
     static constexpr bool kScaled = sizeof(Cached) == 1;
 
     // Which keys of a chunk rows from `row` of the range on see; false if that is all.
-    bool look(const Sight& sight, const DotScratch& s, int64_t row, int64_t num_rows, int64_t chunk) const {
+    bool look(const Sight& sight, const Memory& s, int64_t row, int64_t num_rows, int64_t chunk) const {
         const int64_t begin = sight.range.begin + row;
         const bool all = !sight.is_several() && sight.position(begin) >= chunk + kChunk - 1 && sight.lowest_key(begin + num_rows - 1) <= chunk;
         for (int64_t r = 0; r < num_rows; r++) {
@@ -484,11 +613,15 @@ struct DotKernel {
 
     // A few rows, from `row` of the range on, meet a chunk where it lies. `ahead` is null if others did before.
     template <int kRows>
-    void attend_direct(const Sight& sight, const DotScratch& s, int64_t row, int64_t chunk, int64_t end, Ahead<Cached>* ahead,
+    void attend_direct(const Sight& sight, const Memory& s, int64_t row, int64_t chunk, int64_t end, Ahead<Cached>* ahead,
                        ScoreFactors factors, Partial partial) const {
         const DirectChunk<Cached> c(sight, chunk, end - chunk);
+        const auto* queries = s.queries + s.kWords * row * c.dim / 2;
+        const bool at_once = kFloats && kRows <= (sizeof(Cached) == 1 ? 4 : 2) && c.num_blocks == 2;  // as the sums of a few rows wait for each other
+        if constexpr (kFloats && kRows <= (sizeof(Cached) == 1 ? 4 : 2))
+            if (at_once) direct_scores<kRows, 2>(c, ahead, 0, queries, s.scores);
         for (int64_t block = 0; block < c.num_blocks; block++) {
-            direct_scores<kRows>(c, ahead, block, s.queries + row * c.dim / 2, s.scores);
+            if (!at_once) direct_scores<kRows, 1>(c, ahead, block, queries, s.scores);
             if (sizeof(Cached) > 1) continue;
             std::memcpy(s.key_scales + block * 32, c.keys[block] + 32 * c.dim, 32 * sizeof(float));
             std::memcpy(s.value_scales + block * 32, c.values[block] + 32 * c.dim, 32 * sizeof(float));
@@ -511,69 +644,102 @@ struct DotKernel {
     // Rows [first_row, end_row) meet a gathered chunk: first its keys, then its values, so that L1 need hold but one of them. The
     // softmax of a few rows goes between products of the next ones, by execution units that products leave idle: maxima too, as
     // right after their own products they would wait for the last of them, and the next products with them.
-    QUIRE_ONE_COPY void attend(const Sight& sight, const DotScratch& s, int64_t first_row, int64_t end_row, int64_t chunk, Ahead<Cached>* ahead,
+    QUIRE_ONE_COPY void attend(const Sight& sight, const Memory& s, int64_t first_row, int64_t end_row, int64_t chunk, Ahead<Cached>* ahead,
                                ScoreFactors factors, Partial partial) const {
         const int64_t dim = a.cache_shape.padded_dim(), num_rows = end_row - first_row;
-        const uint32_t* queries = s.queries + first_row * dim / 2;
+        const auto* queries = s.queries + s.kWords * first_row * dim / 2;
         float *weighted = partial.weighted + first_row * dim, *highest = partial.highest + first_row;
         const bool masked = look(sight, s, first_row, num_rows, chunk);
         std::memcpy(s.decays, highest, num_rows * sizeof(float));
         int64_t fetched = 0;
+        const int64_t at_once = kFloats ? divide_up(num_rows, divide_up(num_rows, kFloatRows)) : kDotRows;
         auto for_rows = [&](int64_t part, auto body) {  // a few at a time, and which keys they see; in either part, half of what is fetched
-            for (int64_t row = 0; row < num_rows; row += kDotRows) {
-                const int64_t due = 32 * part + 32 * std::min(row + kDotRows, num_rows) / num_rows;
+            for (int64_t row = 0; row < num_rows; row += at_once) {
+                const int64_t due = 32 * part + 32 * std::min(row + at_once, num_rows) / num_rows;
                 if (ahead) ahead->fetch((due - fetched) * 2 * dim * int64_t(sizeof(Cached)));
                 fetched = due;
-                const int64_t count = std::min<int64_t>(kDotRows, num_rows - row);
+                const int64_t count = std::min(at_once, num_rows - row);
                 uint64_t seen = masked ? 0 : ~uint64_t(0);
                 for (int64_t r = 0; masked && r < count; r++) seen |= s.seen[row + r];
                 if (seen) body(row, count, __builtin_ctzll(seen), 64 - __builtin_clzll(seen));
             }
         };
         if (masked) std::memset(s.sums, 0, num_rows * 64);
-        int64_t before = -1, before_count = 0;  // rows whose scores are there, and the softmax is not
-        auto scores_of = [&](int64_t row) { return s.scores + row % (2 * kDotRows) * kChunk; };
-        auto weigh = [&](int64_t r) QUIRE_ALWAYS { weigh_row<kScaled>(s, before + r, scores_of(before + r), factors.outer, highest[before + r]); };
-        auto raise = [&](int64_t r) QUIRE_ALWAYS { raise_highest<kScaled, kCapped>(s, scores_of(before + r), s.seen[before + r], factors, highest[before + r]); };
-        auto between = [&](int64_t part) QUIRE_ALWAYS {
-            if (before < 0) return;
-            part < kDotRows ? raise(part) : weigh(part - kDotRows);
-        };
-        for_rows(0, [&](int64_t row, int64_t count, int64_t first, int64_t end) {
-            const int64_t vector = first / 16;
-            auto multiply = [&](auto rows, auto vectors) { dot_scores<rows, vectors>(queries + row * dim / 2, s.keys + vector * 16, dim / 2, scores_of(row) + vector * 16, between); };
-            if (count < kDotRows)
-                with_rows<kDotRows>(count, [&](auto rows) { dot_scores<rows, 4>(queries + row * dim / 2, s.keys, dim / 2, scores_of(row), between); });
-            else
-                with_rows<4>(divide_up(end, 16) - vector, [&](auto vectors) { multiply(std::integral_constant<int, kDotRows>(), vectors); });
-            before = row, before_count = count;
-        });
-        for (int64_t r = 0; r < before_count; r++) raise(r);
-        for (int64_t r = 0; r < before_count; r++) weigh(r);
-        add_totals(s, num_rows, highest, s.totals + first_row * 16);
-        for_rows(1, [&](int64_t row, int64_t count, int64_t first, int64_t end) {
-            const int64_t pair = first / 2, pairs = divide_up(end, 2) - pair;
-            const uint32_t *weights = s.weights + row * kChunk / 2 + pair, *values = s.values + pair * dim;
-            float* out = weighted + row * dim;
-            with_rows<kDotRows>(count, [&](auto rows) {
-                int64_t d = 0;
-                for (; d + 64 <= dim; d += 64) dot_values<rows, 4>(weights, values + d, dim, pairs, s.decays + row, out + d, dim);
-                if (d < dim) dot_values<rows, 2>(weights, values + d, dim, pairs, s.decays + row, out + d, dim);
+        if constexpr (kFloats) {
+            for_rows(0, [&](int64_t row, int64_t count, int64_t first, int64_t end) {
+                with_rows<kFloatRows>(count, [&](auto rows) {
+                    for (int64_t at = first / 16, stop = divide_up(end, 16), n; at < stop; at += n) {
+                        n = std::min(2 - at % 2, stop - at);
+                        const float* keys = s.keys + at / 2 * 32 * dim + at % 2 * 16;
+                        const auto multiply = n == 2 ? multiply_floats<rows, 2> : multiply_floats<rows, 1>;
+                        multiply(queries + row * dim, dim, keys, 0, dim / 2, nullptr, s.scores + at * 16, kChunk);
+                    }
+                });
+                for (int64_t r = row; r < row + count; r++) raise_highest<kScaled, kCapped>(s, s.scores + (r - row) * kChunk, s.seen[r], factors, highest[r]);
+                for (int64_t r = row; r < row + count; r++) weigh_row<kScaled>(s, r, s.scores + (r - row) * kChunk, factors.outer, highest[r]);
             });
-        });
+            add_totals(s, num_rows, highest, s.totals + first_row * 16);
+            for_rows(1, [&](int64_t row, int64_t count, int64_t first, int64_t end) {
+                const float *weights = s.weights + row * kChunk, *keep = s.decays + row;
+                float* out = weighted + row * dim;
+                with_rows<kFloatRows>(count, [&](auto rows) {
+                    for (int64_t d = 0; d < dim; d += 32)
+                        multiply_floats<rows, 2>(weights, kChunk, s.values + d * kChunk, first / 2, divide_up(end, 2), keep, out + d, dim);
+                });
+            });
+        } else {
+            int64_t before = -1, before_count = 0;  // rows whose scores are there, and the softmax is not
+            auto scores_of = [&](int64_t row) { return s.scores + row % (2 * kDotRows) * kChunk; };
+            auto weigh = [&](int64_t r) QUIRE_ALWAYS { weigh_row<kScaled>(s, before + r, scores_of(before + r), factors.outer, highest[before + r]); };
+            auto raise = [&](int64_t r) QUIRE_ALWAYS { raise_highest<kScaled, kCapped>(s, scores_of(before + r), s.seen[before + r], factors, highest[before + r]); };
+            auto between = [&](int64_t part) QUIRE_ALWAYS {
+                if (before < 0) return;
+                part < kDotRows ? raise(part) : weigh(part - kDotRows);
+            };
+            for_rows(0, [&](int64_t row, int64_t count, int64_t first, int64_t end) {
+                const int64_t vector = first / 16;
+                auto multiply = [&](auto rows, auto vectors) { dot_scores<rows, vectors>(queries + row * dim / 2, s.keys + vector * 16, dim / 2, scores_of(row) + vector * 16, between); };
+                if (count < kDotRows)
+                    with_rows<kDotRows>(count, [&](auto rows) { dot_scores<rows, 4>(queries + row * dim / 2, s.keys, dim / 2, scores_of(row), between); });
+                else
+                    with_rows<4>(divide_up(end, 16) - vector, [&](auto vectors) { multiply(std::integral_constant<int, kDotRows>(), vectors); });
+                before = row, before_count = count;
+            });
+            for (int64_t r = 0; r < before_count; r++) raise(r);
+            for (int64_t r = 0; r < before_count; r++) weigh(r);
+            add_totals(s, num_rows, highest, s.totals + first_row * 16);
+            for_rows(1, [&](int64_t row, int64_t count, int64_t first, int64_t end) {
+                const int64_t pair = first / 2, pairs = divide_up(end, 2) - pair;
+                const uint32_t *weights = s.weights + row * kChunk / 2 + pair, *values = s.values + pair * dim;
+                float* out = weighted + row * dim;
+                with_rows<kDotRows>(count, [&](auto rows) {
+                    int64_t d = 0;
+                    for (; d + 64 <= dim; d += 64) dot_values<rows, 4>(weights, values + d, dim, pairs, s.decays + row, out + d, dim);
+                    if (d < dim) dot_values<rows, 2>(weights, values + d, dim, pairs, s.decays + row, out + d, dim);
+                });
+            });
+        }
     }
 
     QUIRE_ONE_COPY void compute(RowRange range, int64_t low, int64_t high, Partial partial, int thread, const RowRange* after) const {
         Sight sight(a, range);
         const int64_t dim = a.cache_shape.padded_dim(), num_rows = range.end - range.begin;
-        const DotScratch s(context.thread_scratch[thread], dim, num_rows);
+        const Memory s(context.thread_scratch[thread], dim, num_rows);
         auto query_of = [&](int64_t r) { return static_cast<const bf16*>(a.query) + sight.query_offset(range.begin + r, a.query_stride); };
         for (int64_t r = 0; r < num_rows; r++)
             for (int64_t i = 0; i < a.cache_shape.head_dim; i += 32) _mm_prefetch(reinterpret_cast<const char*>(query_of(r) + i), _MM_HINT_T0);
         for (int64_t r = 0; r < num_rows; r++) {
             const bf16* query = query_of(r);
-            std::memset(s.queries + (r + 1) * dim / 2 - 16, 0, 64);  // padding is less than 32 features
-            std::memcpy(s.queries + r * dim / 2, query, a.cache_shape.head_dim * sizeof(bf16));
+            if constexpr (kFloats) {
+                for (int64_t i = 0; i < dim; i += 32) {
+                    const int64_t left = a.cache_shape.head_dim - i;
+                    const __mmask32 there = left < 32 ? (__mmask32(1) << left) - 1 : ~__mmask32(0);
+                    store_floats(_mm512_maskz_loadu_epi16(there, query + i), s.queries + r * dim + i);
+                }
+            } else {
+                std::memset(s.queries + (r + 1) * dim / 2 - 16, 0, 64);  // padding is less than 32 features
+                std::memcpy(s.queries + r * dim / 2, query, a.cache_shape.head_dim * sizeof(bf16));
+            }
             std::memset(partial.weighted + r * dim, 0, dim * sizeof(float));
             partial.highest[r] = kLowest;
             _mm512_storeu_ps(s.totals + r * 16, _mm512_setzero_ps());
@@ -617,13 +783,14 @@ struct DotKernel {
 
 inline void attention_dot(const AttentionArgs& a, Context& context) {
     if (a.type != Type::bf16 || a.scale < 0) return attention(a, context);  // the greatest product has to be the greatest score
-    auto run = [&](auto kernel) { run_attention(a, context, kDotTaskRows, kernel); };
-    auto run_of = [&](auto cached) {
-        using Cached = decltype(cached);
-        a.softcap > 0 ? run(DotKernel<Cached, true>{a, context}) : run(DotKernel<Cached, false>{a, context});
+    const bool in_bf16 = a.cache_shape.type == Type::bf16;
+    auto run = [&](auto cached, auto floats) {
+        auto with = [&](auto capped) { run_attention(a, context, kDotTaskRows, DotKernel<decltype(cached), capped, floats>{a, context}); };
+        a.softcap > 0 ? with(std::true_type()) : with(std::false_type());
     };
-    if (a.cache_shape.type == Type::bf16) return run_of(bf16());
-    looks_up_bytes() ? run_of(LookedUp()) : run_of(int8_t());
+    if (floats_are_faster()) return in_bf16 ? run(bf16(), std::true_type()) : run(int8_t(), std::true_type());
+    if (in_bf16) return run(bf16(), std::false_type());
+    looks_up_bytes() ? run(LookedUp(), std::false_type()) : run(int8_t(), std::false_type());
 }
 
 }  // namespace quire::QUIRE_NS

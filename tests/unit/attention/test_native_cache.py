@@ -1,5 +1,10 @@
 """The native KV cache: keys normed and rotated on their way into it, and eight bits in place of the model's type."""
 
+import os
+import subprocess
+import sys
+from pathlib import Path
+
 import pytest
 import torch
 from native_cases import at_page_end
@@ -25,7 +30,7 @@ from quire.attention.native import NativeBackend
 from quire.attention.registry import select_backend
 from quire.attention.step import Step
 from quire.ops.native.builder import ProgramBuilder
-from quire.ops.native.library import TORCH, Target, levels, loaded_library
+from quire.ops.native.library import TORCH, Target, choose_level, levels, loaded_library
 from quire.ops.native.program import Caches, StepData
 from quire.ops.native.structs import Type
 
@@ -75,6 +80,44 @@ def test_blocks_that_lie_well_change_no_bit(level: str, group: int, int8: bool) 
     steps = mixed(sequences, 4)
     runs = (attend(NativeBackend(int8=int8), sequences, steps, size) for size in (16, 32))
     assert all(torch.equal(gathered, direct) for gathered, direct in zip(*runs, strict=True))
+
+
+IN_BOTH_WAYS = """
+import hashlib, sys
+sys.path.insert(0, sys.argv[1])
+import torch
+from paged import attend, make_sequences, mixed, whole
+from quire.attention.native import NativeBackend
+CASES = [
+    ((4, 2), 128, 32, {}),
+    ((7, 1), 80, 16, {"softcap": 3.0}),
+    ((2, 2), 40, 32, {"window": 50}),
+    ((16, 1), 64, 5, {}),
+]
+for heads, head_dim, block_size, options in CASES:
+    sequences = make_sequences([1, 33, 97, 150], heads, head_dim, torch.bfloat16)
+    sequences[1].query[:, 0, 5:9] = torch.tensor([1e-39, float("inf"), float("nan"), 3e38])
+    sequences[2].value[:, 0, 3] *= 1e-37
+    sequences[3].key[40, 0, 1:3] = torch.tensor([float("inf"), -1e-39])
+    for int8 in (False, True):
+        for steps in (whole(sequences), mixed(sequences, 4)):
+            found = attend(NativeBackend(int8), sequences, steps, block_size, **options)
+            print(heads, int8, *(hashlib.sha1(bits.view(torch.int16).numpy().tobytes()).hexdigest() for bits in found))
+"""
+
+
+def test_bits_by_pairs_and_as_floats() -> None:
+    """Whichever a CPU has done with first: the same bits."""
+    if choose_level() != "avx512_bf16":
+        pytest.skip("this CPU's level has one way")
+    told = set[str]()
+    for floats in "01":
+        given = [sys.executable, "-c", IN_BOTH_WAYS, str(Path(__file__).parent)]
+        done = subprocess.run(given, env=os.environ | {"QUIRE_FLOATS": floats}, capture_output=True, text=True)
+        assert done.returncode == 0, done.stderr
+        told.add(done.stdout)
+    assert len(told) == 1
+    assert told.pop().count("\n") == 16
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
