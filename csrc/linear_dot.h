@@ -10,7 +10,7 @@
 // the same sums, added at the end in the same order.
 //
 // A product of pairs is an FMA of the second columns and then one of the first, with denormal numbers taken for 0 as all threads of the
-// pool take them. Intel's cores add four FMAs in the time of one product: there many rows of x become floats, and weights in registers.
+// pool take them. Intel's cores add four FMAs in the time of one product: there x becomes floats, and weights in registers.
 #pragma once
 
 #include <cstdlib>
@@ -40,6 +40,9 @@ constexpr int streamed_rows(Type type) {
     if (is_blocks(type)) return comes_turned(type) ? 4 : block_format(type).bits == 8 ? 3 : 1;
     return type == Type::i4 ? 5 : is_turned(type) ? 4 : kFewRows;
 }
+
+// Likewise as floats, where that is faster: 0 where weights never meet floats as they come.
+constexpr int streamed_floats(Type type) { return type == Type::i8_turned || type == Type::i4 ? 4 : type == Type::bf16_turned ? kFewRows : 0; }
 
 // Rows 4i + 2 * pair and the one after it of a tile, i = 0..3, of eight bits or more a weight.
 template <Type kType, int pair, class Scales>
@@ -148,7 +151,7 @@ QUIRE_INLINE __m512 add_floats(__m512 sum, const FloatPairs& weights, __m512 x_f
     return _mm512_fmadd_ps(weights.first, x_first, _mm512_fmadd_ps(weights.second, x_second, sum));
 }
 
-// As add_pair, of x in floats: of eight columns the first ones of pairs, then the second ones.
+// As add_pair, of x as XOrder::floats: of eight columns the first ones of pairs, then the second ones.
 template <Type kType>
 QUIRE_INLINE void add_floats_pair(__m512& first, __m512& second, const FloatPairs& even, const FloatPairs& odd, const float* x, int pair) {
     if constexpr (kType == Type::i8_turned) {
@@ -299,6 +302,76 @@ inline void stream_block(const uint8_t* tile, int64_t num_tiles, int64_t tile_by
     for (int m = 0; m < kRows; m++) store_sums<kType>(half_of<kType>(acc[m][0], acc[m][1]), half_of<kType>(acc[m][2], acc[m][3]), sums + m * 16);
 }
 
+// Codes of i8_turned as floats, of each dword one: a product of bytes with 1 and three times 0 brings it into its lane, which both units do.
+struct CodesAsFloats {
+    __m512i sign = plain(_mm512_set1_epi8(char(0x80))), ones[4];
+
+    QUIRE_ALWAYS CodesAsFloats() {
+        for (int i = 0; i < 4; i++) ones[i] = plain(_mm512_set1_epi32(1 << 8 * i));
+    }
+    QUIRE_ALWAYS void operator()(__m512i codes, __m512 (&out)[4]) const {
+        codes = _mm512_mask_sub_epi8(codes, _mm512_movepi8_mask(codes), sign, codes);  // -magnitude
+#pragma GCC unroll 4
+        for (int i = 0; i < 4; i++) out[i] = _mm512_cvtepi32_ps(_mm512_dpbusd_epi32(_mm512_setzero_si512(), ones[i], codes));
+    }
+};
+
+// As stream_block, of x in floats: of i8_turned as XOrder::twice.
+template <Type kType, int kRows>
+inline void stream_floats(const uint8_t* tile, int64_t num_tiles, int64_t tile_bytes, const float* x, float* sums) {
+    constexpr int kOfX = kType == Type::i8_turned ? 64 : 32;  // floats of a tile's row
+    __m512 acc[kRows][4];
+#pragma GCC unroll 8
+    for (int m = 0; m < kRows; m++) acc[m][0] = acc[m][1] = acc[m][2] = acc[m][3] = _mm512_setzero_ps();
+    auto four = [](const float* at) QUIRE_ALWAYS { return _mm512_broadcast_f32x4(_mm_loadu_ps(at)); };
+    typename ScalesOf<kType>::type scales;
+    const CodesAsFloats as_floats;
+    for (int64_t t = 0; t < num_tiles; t++, tile += tile_bytes, x += kRows * kOfX) {
+        for (int64_t i = 0; i < tile_bytes; i += 64) {
+            _mm_prefetch(reinterpret_cast<const char*>(tile + 2 * kBytesAhead + i), _MM_HINT_T1);
+            _mm_prefetch(reinterpret_cast<const char*>(tile + kBytesAhead / 4 + i), _MM_HINT_T0);
+        }
+        if constexpr (kType == Type::i8_turned) {
+#pragma GCC unroll 4
+            for (int c = 0; c < 4; c++)
+#pragma GCC unroll 2
+                for (int pair = 0; pair < 2; pair++) {
+                    __m512 weights[4];  // of features 4i and 4i + 2 the first columns and the second ones, then of those after them
+                    as_floats(_mm512_loadu_si512(tile + c * 128 + pair * 64), weights);
+#pragma GCC unroll 8
+                    for (int m = 0; m < kRows; m++) {
+                        const float* at = x + m * kOfX + pair * 32 + c * 4;
+                        const __m512 x_first = four(at), x_second = four(at + 16);
+                        for (int i = 0; i < 2; i++) {
+                            __m512& sum = acc[m][2 * pair + i];
+                            sum = _mm512_fmadd_ps(weights[2 * i], x_first, _mm512_fmadd_ps(weights[2 * i + 1], x_second, sum));
+                        }
+                    }
+                }
+        } else {
+            auto add = [&](int c, int j, __m512i pairs) QUIRE_ALWAYS {
+                const FloatPairs weights(pairs);
+#pragma GCC unroll 8
+                for (int m = 0; m < kRows; m++) {
+                    const float* at = x + m * kOfX + c * 8;
+                    acc[m][j] = add_floats(acc[m][j], weights, four(at), four(at + 4));
+                }
+            };
+            if constexpr (kType == Type::bf16_turned) {
+#pragma GCC unroll 4
+                for (int c = 0; c < 4; c++)
+#pragma GCC unroll 4
+                    for (int j = 0; j < 4; j++) add(c, j, _mm512_loadu_si512(tile + c * 256 + j * 64));
+            } else {
+                for_features<kType>(tile, scales, add);
+            }
+        }
+    }
+    // Of i8_turned a sum's lanes are of one feature's pairs and of those four pairs on: its halves are those of other types.
+#pragma GCC unroll 8
+    for (int m = 0; m < kRows; m++) store_sums<kType>(halves(acc[m][0], acc[m][1]), halves(acc[m][2], acc[m][3]), sums + m * 16);
+}
+
 // A block of weights, turned: [tile][piece of 8 columns][feature % 4][64 bytes]. No rows of x meet them meanwhile.
 template <Type kType>
 inline void turn_block(const uint8_t* tile, int64_t num_tiles, int64_t tile_bytes, const RowsOfX&, float*, uint8_t* out) {
@@ -371,20 +444,26 @@ inline void multiply_turned(const uint8_t* block, int64_t num_tiles, const RowsO
     }
 }
 
+// What rows of x are: as they lie; floats, of each eight columns the first ones of pairs and then the second ones; or floats, of 32 columns the
+// first ones of the even pairs and their second ones, then those of the odd pairs, each one twice.
+enum class XOrder { pairs, floats, twice };
+
 // x as the kernels read it: where it lies or, of one group or for i8, a copy by groups of rows that meet weights at once, in them by tiles:
-// [tile][row][32], zeros up to a multiple of 32 columns; in floats, of each eight columns the first ones of pairs come first. In rows that
-// lie apart by a power of two, what reads much waits for lines of L1.
+// [tile][row][32], zeros up to a multiple of 32 columns. In rows that lie apart by a power of two, what reads much waits for lines of L1.
 struct DotRows {
     const bf16* x;
-    int64_t num_rows, stride;
+    int64_t num_rows, stride = 0;
     int64_t most = kPairRows;   // rows of a group, at most
     int64_t panel = kMostRows;  // rows that are grouped by themselves: a multiple of kPairRows
-    bool floats;
+    XOrder order;
+    int64_t tile;               // elements of a tile's row
     bool grouped = false;
     bool own = false;  // each thread makes a copy of its own: what another core has written comes slowly where cores are far apart
 
-    DotRows(const LinearArgs& a, bool in_floats, Context& context)
-        : x(static_cast<const bf16*>(a.x)), num_rows(a.num_rows), stride(a.weight.num_tiles() * (in_floats ? 64 : 32)), floats(in_floats) {
+    DotRows(const LinearArgs& a, XOrder x_order, Context& context)
+        : x(static_cast<const bf16*>(a.x)), num_rows(a.num_rows), order(x_order), tile(32 << int(order)) {
+        const bool floats = order != XOrder::pairs;
+        stride = a.weight.num_tiles() * tile;
         const int64_t near = context.cache / 4 / (stride * 2) / kPairRows * kPairRows;  // the blocks have half of L2, x a quarter
         if (num_rows > kMostRows && near < kMostRows) panel = near < kPairRows ? kPairRows : near;
         if (a.weight.type == Type::bf16_turned && num_rows > kPairRows && num_rows <= kWholeRows && !floats) most = kFewRows;
@@ -413,7 +492,6 @@ struct DotRows {
     RowGroup group_of(int64_t first, int64_t index) const { return RowGroup(in_panel(first), most, index); }
     RowsOfX group(int64_t first, int64_t count) const {
         const bf16* rows = x + first * stride;
-        const int64_t tile = floats ? 64 : 32;
         return grouped ? RowsOfX{rows, tile, tile * count} : RowsOfX{rows, stride, 32};
     }
 
@@ -422,6 +500,12 @@ private:
         const __m512i first = _mm512_setr_epi64(0, 1, 8, 9, 2, 3, 10, 11), second = _mm512_setr_epi64(4, 5, 12, 13, 6, 7, 14, 15);
         _mm512_storeu_si512(to, _mm512_permutex2var_epi64((__m512i)pairs.first, first, (__m512i)pairs.second));
         _mm512_storeu_si512(to + 32, _mm512_permutex2var_epi64((__m512i)pairs.first, second, (__m512i)pairs.second));
+    }
+    static void store_twice(const FloatPairs& pairs, bf16* to) {
+        _mm512_storeu_ps(to, _mm512_moveldup_ps(pairs.first));
+        _mm512_storeu_ps(to + 32, _mm512_moveldup_ps(pairs.second));
+        _mm512_storeu_ps(to + 64, _mm512_movehdup_ps(pairs.first));
+        _mm512_storeu_ps(to + 96, _mm512_movehdup_ps(pairs.second));
     }
     // The group of rows that row `at`, a multiple of `most`, would begin if all groups had so many.
     void copy_rows(const LinearArgs& a, int64_t at, bf16* copy) const {
@@ -432,9 +516,10 @@ private:
         for (int64_t c = 0; c < a.weight.num_tiles() * 32; c += 32) {
             const int64_t left = a.weight.cols - c;
             const __mmask32 there = left >= 32 ? ~__mmask32(0) : left > 0 ? (__mmask32(1) << left) - 1 : 0;
-            for (int64_t row = 0; row < group.count; row++, to += floats ? 64 : 32) {
+            for (int64_t row = 0; row < group.count; row++, to += tile) {
                 const __m512i pairs = _mm512_maskz_loadu_epi16(there, from + row * a.x_stride + c);
-                floats ? store_floats(FloatPairs(pairs), to) : _mm512_storeu_si512(to, pairs);
+                if (order == XOrder::pairs) _mm512_storeu_si512(to, pairs);
+                else order == XOrder::floats ? store_floats(FloatPairs(pairs), to) : store_twice(FloatPairs(pairs), to);
             }
         }
     }
@@ -460,17 +545,15 @@ struct BlockRange {
     int64_t begin, end;
 };
 
-template <Type kType, bool kBytes>
-inline void stream_rows(const DotBlocks& blocks, const DotRows& rows, BlockRange range) {
-    static_assert(streamed_rows(kType) <= kPairRows, "they lie in one group");
-    const LinearArgs& a = blocks.a;
-    alignas(64) float sums[2][streamed_rows(kType) * 16];
+// Up to kMost rows, as stream(how many, weights, sums) has a block's sums with them.
+template <int kMost, class Stream>
+inline void stream_rows(const DotBlocks& blocks, BlockRange range, const Stream& stream) {
+    static_assert(kMost <= kPairRows, "they lie in one group");
+    alignas(64) float sums[2][kMost * 16];
     for (int64_t block = range.begin; block < range.end; block++) {
         for (int part = 0; part < blocks.parts; part++)
-            with_rows<streamed_rows(kType)>(a.num_rows, [&](auto count) {
-                stream_block<kType, kBytes, count>(blocks.weights(block, part), a.weight.num_tiles(), a.weight.tile_bytes(), rows.group(0, count), sums[part]);
-            });
-        blocks.finish(block, sums[0], sums[1], 0, a.num_rows);
+            with_rows<kMost>(blocks.a.num_rows, [&](auto count) { stream(count, blocks.weights(block, part), sums[part]); });
+        blocks.finish(block, sums[0], sums[1], 0, blocks.a.num_rows);
     }
 }
 
@@ -523,8 +606,11 @@ inline void multiply_blocks(const DotBlocks& blocks, const DotRows& rows, BlockR
 
 template <Type kType, bool kBytes = false>
 inline void linear_dot_of(const LinearArgs& a, Context& context) {
-    const bool floats = a.num_rows > streamed_rows(kType) && floats_are_faster();
-    const DotRows all_rows(a, floats, context);
+    constexpr int kFloatRows = streamed_floats(kType);
+    const bool floats = (kFloatRows || a.num_rows > streamed_rows(kType)) && floats_are_faster();
+    const bool streamed = a.num_rows <= (floats ? kFloatRows : streamed_rows(kType));
+    const XOrder order = !floats ? XOrder::pairs : streamed && kType == Type::i8_turned ? XOrder::twice : XOrder::floats;
+    const DotRows all_rows(a, order, context);
     const DotBlocks blocks(a);
     constexpr bool kTurned = is_turned(kType);
     const int64_t turned_bytes = kTurned ? blocks.bytes : a.weight.num_tiles() * 1024;
@@ -554,8 +640,13 @@ inline void linear_dot_of(const LinearArgs& a, Context& context) {
         uint8_t* turned = turning.turn_block ? context.thread_scratch[thread].get<uint8_t>(places * turned_bytes) : nullptr;
         do {
             const BlockRange range{all_tasks.begin(task), all_tasks.end(task)};
-            if (a.num_rows <= streamed_rows(kType)) stream_rows<kType, kBytes>(blocks, rows, range);
-            else multiply(blocks, rows, range, turning, turned);
+            if (!streamed) multiply(blocks, rows, range, turning, turned);
+            else if (!floats) stream_rows<streamed_rows(kType)>(blocks, range, [&](auto count, const uint8_t* weights, float* sums) {
+                stream_block<kType, kBytes, count>(weights, a.weight.num_tiles(), a.weight.tile_bytes(), rows.group(0, count), sums);
+            });
+            else if constexpr (kFloatRows) stream_rows<kFloatRows>(blocks, range, [&](auto count, const uint8_t* weights, float* sums) {
+                stream_floats<kType, count>(weights, a.weight.num_tiles(), a.weight.tile_bytes(), reinterpret_cast<const float*>(rows.x), sums);
+            });
         } while (tasks.take(task));
     });
 }
