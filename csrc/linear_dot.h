@@ -41,8 +41,12 @@ constexpr int streamed_rows(Type type) {
     return type == Type::i4 ? 5 : is_turned(type) ? 4 : kFewRows;
 }
 
-// Likewise as floats, where that is faster: 0 where weights never meet floats as they come.
-constexpr int streamed_floats(Type type) { return type == Type::i8_turned || type == Type::i4 ? 4 : type == Type::bf16_turned ? kFewRows : 0; }
+// Likewise as floats, where that is faster: from so many rows on, as a row of blocks alone takes longer for it, and up to so many or 0.
+constexpr int least_floats(Type type) { return is_blocks(type) ? 2 : 1; }
+constexpr int streamed_floats(Type type) {
+    if (is_blocks(type)) return comes_turned(type) ? 4 : 0;
+    return type == Type::i8_turned ? 4 : type == Type::bf16_turned || type == Type::i4 ? kFewRows : 0;
+}
 
 // Rows 4i + 2 * pair and the one after it of a tile, i = 0..3, of eight bits or more a weight.
 template <Type kType, int pair, class Scales>
@@ -331,6 +335,7 @@ inline void stream_floats(const uint8_t* tile, int64_t num_tiles, int64_t tile_b
             _mm_prefetch(reinterpret_cast<const char*>(tile + 2 * kBytesAhead + i), _MM_HINT_T1);
             _mm_prefetch(reinterpret_cast<const char*>(tile + kBytesAhead / 4 + i), _MM_HINT_T0);
         }
+        if constexpr (!has_half_scales(kType)) scales.read(tile, t);
         if constexpr (kType == Type::i8_turned) {
 #pragma GCC unroll 4
             for (int c = 0; c < 4; c++)
@@ -607,7 +612,7 @@ inline void multiply_blocks(const DotBlocks& blocks, const DotRows& rows, BlockR
 template <Type kType, bool kBytes = false>
 inline void linear_dot_of(const LinearArgs& a, Context& context) {
     constexpr int kFloatRows = streamed_floats(kType);
-    const bool floats = (kFloatRows || a.num_rows > streamed_rows(kType)) && floats_are_faster();
+    const bool floats = a.num_rows >= (kFloatRows ? least_floats(kType) : streamed_rows(kType) + 1) && floats_are_faster();
     const bool streamed = a.num_rows <= (floats ? kFloatRows : streamed_rows(kType));
     const XOrder order = !floats ? XOrder::pairs : streamed && kType == Type::i8_turned ? XOrder::twice : XOrder::floats;
     const DotRows all_rows(a, order, context);
@@ -645,7 +650,8 @@ inline void linear_dot_of(const LinearArgs& a, Context& context) {
                 stream_block<kType, kBytes, count>(weights, a.weight.num_tiles(), a.weight.tile_bytes(), rows.group(0, count), sums);
             });
             else if constexpr (kFloatRows) stream_rows<kFloatRows>(blocks, range, [&](auto count, const uint8_t* weights, float* sums) {
-                stream_floats<kType, count>(weights, a.weight.num_tiles(), a.weight.tile_bytes(), reinterpret_cast<const float*>(rows.x), sums);
+                if constexpr (count >= least_floats(kType))
+                    stream_floats<kType, count>(weights, a.weight.num_tiles(), a.weight.tile_bytes(), reinterpret_cast<const float*>(rows.x), sums);
             });
         } while (tasks.take(task));
     });
