@@ -4,6 +4,7 @@
 #pragma once
 
 #include "kernels.h"
+#include "near.h"
 #include "vec.h"
 #if defined(__AMX_BF16__)
 #include "amx.h"
@@ -45,23 +46,6 @@ inline float multiply_near(int64_t rounds, double& count) {
     return sums[0];
 }
 #else
-// Sums that wait for none of each other, all in registers (of which AVX2 has 16); no two alike, or one would do. The compiler can't
-// know x. `add` does so many operations.
-template <class V, class Add>
-inline float add_near(int64_t rounds, double operations, double& count, const Add& add) {
-    constexpr int kSums = kLanes == 8 ? 12 : 16;
-    V sums[kSums] = {}, x{};
-    for (int j = 0; j < kSums; j++) sums[j][0] = j;
-    for (int64_t i = 0; i < rounds; i++) {
-        x = plain(x);
-#pragma GCC unroll 16
-        for (int j = 0; j < kSums; j++) sums[j] = add(sums[j], x);
-    }
-    count += operations * kSums * double(rounds);
-    for (int j = 1; j < kSums; j++) sums[0] += sums[j];
-    return float(sums[0][0]);
-}
-
 template <bool kBytes>
 inline float multiply_near(int64_t rounds, double& count) {
     if constexpr (kBytes) {

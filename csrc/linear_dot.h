@@ -14,10 +14,10 @@
 #pragma once
 
 #include <cstdlib>
-#include <ctime>
 
 #include "expand.h"
 #include "linear.h"
+#include "near.h"
 
 namespace quire::QUIRE_NS {
 
@@ -168,39 +168,14 @@ QUIRE_INLINE void add_floats_pair(__m512& first, __m512& second, const FloatPair
     }
 }
 
-// Seconds that 3,072 calls of `add` take, at best of several times.
-template <class Add>
-inline double least_seconds(const Add& add) {
-    auto now = [] {
-        timespec t;
-        clock_gettime(CLOCK_MONOTONIC, &t);
-        return double(t.tv_sec) + 1e-9 * double(t.tv_nsec);
-    };
-    double least = 1;
-    for (int time = 0; time < 8; time++) {
-        __m512 sums[12] = {};
-        const double start = now();
-        for (int i = 0; i < 256; i++) {
-#pragma GCC unroll 12
-            for (int j = 0; j < 12; j++) {
-                sums[j] = add(sums[j]);
-                asm volatile("" : "+v"(sums[j]));  // or it would be left out
-            }
-        }
-        const double seconds = now() - start;
-        least = seconds < least ? seconds : least;
-    }
-    return least;
-}
-
 // Whether two FMAs take clearly less than a product of pairs. That is measured, in some 30 us, as CPUs' names don't tell; QUIRE_FLOATS
 // is 0 or 1 for tests, as bits are the same.
 inline bool floats_are_faster() {
     static const bool faster = [] {
         if (const char* told = std::getenv("QUIRE_FLOATS")) return *told == '1';
-        const __m512 one = plain(_mm512_set1_ps(1));
-        const double pairs = least_seconds([&](__m512 sum) { return add_dot(sum, (__m512i)one, (__m512i)one); });
-        return least_seconds([&](__m512 sum) { return _mm512_fmadd_ps(one, one, plain(_mm512_fmadd_ps(one, one, sum))); }) < 0.75 * pairs;
+        const double pairs = least_seconds<vf>([](vf sum, vf x) { return (vf)add_dot((__m512)sum, (__m512i)x, (__m512i)x); });
+        auto fma = [](vf sum, vf x) { return (vf)_mm512_fmadd_ps((__m512)x, (__m512)x, (__m512)sum); };
+        return least_seconds<vf>([&](vf sum, vf x) { return fma(fma(sum, x), x); }) < 0.75 * pairs;
     }();
     return faster;
 }
