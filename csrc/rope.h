@@ -5,9 +5,7 @@
 #include "norm.h"
 #include "operation.h"
 #include "pack.h"
-#if defined(__AMX_BF16__)
-#include "amx.h"
-#endif
+#include "transpose.h"
 
 namespace quire::QUIRE_NS {
 
@@ -83,62 +81,61 @@ inline void rotate(float* x, const float* cos_sin, int64_t rotary_dim) {
     });
 }
 
-// One token: norms and rotates its queries, in place, and its keys, and writes keys and values to the cache.
+// A token: its row of qkv, its place in the cache, and what is the same for all its heads.
 template <class T>
-QUIRE_ONE_COPY void prepare_row(const PrepareArgs& a, int64_t t, bool write_values) {
+struct TokenRow {
+    T* row;
+    uint8_t* block;
+    int64_t offset;       // within the block
+    const float* angles;  // or null
+    const T* given;       // a virtual token's keys and values, or null
+};
+
+template <class T>
+inline TokenRow<T> token_row(const PrepareArgs& a, int64_t t) {
     const CacheShape& shape = a.cache_shape;
-    const int64_t dim = shape.head_dim, num_kv = shape.num_kv_heads;
-    const bool feature_values = values_by_feature(a.type);
-    T* row = static_cast<T*>(a.qkv) + t * a.qkv_stride;
-    const int64_t slot = a.step->slots[t], offset = slot % shape.block_size;
-    uint8_t* block = a.cache + slot / shape.block_size * shape.block_bytes();
-    const float* angles = a.cos_sin ? a.cos_sin + a.step->positions[t] * a.rotary_dim : nullptr;
-    const T* from = a.prefix ? a.prefix->virtual_row<T>(t, a.step->positions[t], 2 * num_kv * dim) : nullptr;
+    const int64_t slot = a.step->slots[t], position = a.step->positions[t];
+    return {static_cast<T*>(a.qkv) + t * a.qkv_stride, a.cache + slot / shape.block_size * shape.block_bytes(), slot % shape.block_size,
+            a.cos_sin ? a.cos_sin + position * a.rotary_dim : nullptr,
+            a.prefix ? a.prefix->virtual_row<T>(t, position, 2 * shape.num_kv_heads * shape.head_dim) : nullptr};
+}
+
+// Where a head's keys or values are written.
+struct HeadPlace {
+    uint8_t* head;
+    int64_t offset;  // of the token
+    bool by_feature;
+};
+
+// A head of a token: norms and rotates queries, in place, and keys, and writes keys and values.
+template <class T>
+QUIRE_INLINE void prepare_head(const PrepareArgs& a, const TokenRow<T>& token, int64_t h, HeadPlace place) {
+    const CacheShape& shape = a.cache_shape;
+    const int64_t dim = shape.head_dim;
+    const bool is_query = h < a.num_heads, is_value = h >= a.num_heads + shape.num_kv_heads;
+    const void* weight = is_query ? a.q_norm : is_value ? nullptr : a.k_norm;
+    T* head = token.row + h * dim;
     alignas(64) float x[kMaxHeadDim];
-    const int64_t num_heads = a.num_heads + num_kv + (write_values || from ? num_kv : 0);
-    for (int64_t h = 0; h < num_heads; h++, row += dim) {
-        const bool is_value = h >= a.num_heads + num_kv, is_key = h >= a.num_heads && !is_value;
-        if (from && h >= a.num_heads) {
-            const T* given = from + (h - a.num_heads) * dim;
-            for_vectors(dim, [&](int64_t i, int n) { store_n(x + i, load_n(given + i, n), n); });
-            for (int64_t i = dim; i < shape.padded_dim(); i++) x[i] = 0;
-            write_head(x, block + (h - a.num_heads) * shape.head_bytes(), shape, offset, is_value == feature_values);
-            continue;
-        }
-        const void* weight = is_value ? nullptr : is_key ? a.k_norm : a.q_norm;
-        if (!weight && !angles && h < a.num_heads) continue;
+    if (token.given && !is_query) {
+        const T* given = token.given + (h - a.num_heads) * dim;
+        for_vectors(dim, [&](int64_t i, int n) { store_n(x + i, load_n(given + i, n), n); });
+    } else {
+        if (!weight && !token.angles && is_query) return;
         if (weight)
-            norm_row(row, x, dim, {weight, nullptr, a.eps, false, a.plus_one});
+            norm_row(head, x, dim, {weight, nullptr, a.eps, false, a.plus_one});
         else
-            for_vectors(dim, [&](int64_t i, int n) { store_n(x + i, load_n(row + i, n), n); });
-        if (angles && !is_value) rotate(x, angles, a.rotary_dim);
-        if (h < a.num_heads) {
-            for_vectors(dim, [&](int64_t i, int n) { store_n(row + i, load_n(x + i, n), n); });
-            continue;
-        }
-        for (int64_t i = dim; i < shape.padded_dim(); i++) x[i] = 0;
-        write_head(x, block + (h - a.num_heads) * shape.head_bytes(), shape, offset, is_value == feature_values);
+            for_vectors(dim, [&](int64_t i, int n) { store_n(x + i, load_n(head + i, n), n); });
+        if (token.angles && !is_value) rotate(x, token.angles, a.rotary_dim);
     }
+    if (is_query) {
+        for_vectors(dim, [&](int64_t i, int n) { store_n(head + i, load_n(x + i, n), n); });
+        return;
+    }
+    for (int64_t i = dim; i < shape.padded_dim(); i++) x[i] = 0;
+    write_head(x, place.head, shape, place.offset, place.by_feature);
 }
 
-#if defined(__AMX_BF16__)
-// The values of 16 tokens whose slots follow each other in one block, turned by feature in registers.
-inline void write_values_of_16(const PrepareArgs& a, int64_t first) {
-    const CacheShape& shape = a.cache_shape;
-    const int64_t dim = shape.head_dim, padded = shape.padded_dim(), slot = a.step->slots[first];
-    uint8_t* block = a.cache + slot / shape.block_size * shape.block_bytes();
-    alignas(64) bf16 rows[16 * kMaxHeadDim];
-    if (padded > dim) std::memset(rows, 0, sizeof(bf16) * 16 * padded);
-    for (int64_t h = 0; h < shape.num_kv_heads; h++) {
-        for (int64_t t = 0; t < 16; t++) {
-            const bf16* from = static_cast<const bf16*>(a.qkv) + (first + t) * a.qkv_stride + (a.num_heads + shape.num_kv_heads + h) * dim;
-            for_vectors(dim, [&](int64_t i, int n) { store_n(rows + t * padded + i, load_n(from + i, n), n); });
-        }
-        bf16* out = reinterpret_cast<bf16*>(block + (shape.num_kv_heads + h) * shape.head_bytes());
-        transpose_features(rows, padded, out + slot % shape.block_size, shape.block_size);
-    }
-}
-
+// Whether the slots of 16 tokens follow each other in one block.
 inline bool follow_each_other(const PrepareArgs& a, int64_t first) {
     const int64_t slot = a.step->slots[first], size = a.cache_shape.block_size;
     if (first + 16 > a.step->num_tokens || slot % size + 16 > size) return false;
@@ -146,20 +143,44 @@ inline bool follow_each_other(const PrepareArgs& a, int64_t first) {
         if (a.step->slots[first + t] != slot + t) return false;
     return true;
 }
+
+#if defined(__AVX512F__)
+// A head of 16 tokens that follow each other, whose keys or values are turned by feature in registers.
+template <class T>
+QUIRE_ONE_COPY void prepare_turned(const PrepareArgs& a, const TokenRow<T> (&tokens)[16], int64_t h, uint8_t* head) {
+    alignas(64) bf16 rows[16 * kMaxHeadDim];
+    for (int64_t t = 0; t < 16; t++) prepare_head(a, tokens[t], h, {reinterpret_cast<uint8_t*>(rows), t, false});
+    transpose_features(rows, a.cache_shape.padded_dim(), reinterpret_cast<bf16*>(head) + tokens[0].offset, a.cache_shape.block_size);
+}
 #endif
+
+// Up to 16 tokens, head after head: what is written by feature takes a line for each one, and those of all heads are more than L1 has.
+template <class T>
+QUIRE_ONE_COPY void prepare_tokens(const PrepareArgs& a, int64_t begin, int64_t count) {
+    const CacheShape& shape = a.cache_shape;
+    TokenRow<T> tokens[16];
+    for (int64_t t = 0; t < count; t++) tokens[t] = token_row<T>(a, begin + t);
+    [[maybe_unused]] const bool turns = count == 16 && shape.type == Type::bf16 && follow_each_other(a, begin);
+    for (int64_t h = 0; h < a.num_heads + 2 * shape.num_kv_heads; h++) {
+        const bool is_value = h >= a.num_heads + shape.num_kv_heads, by_feature = h >= a.num_heads && is_value == values_by_feature(a.type);
+        const int64_t head = (h - a.num_heads) * shape.head_bytes();
+#if defined(__AVX512F__)
+        if (turns && by_feature) {
+            prepare_turned(a, tokens, h, tokens[0].block + head);
+            continue;
+        }
+#endif
+        for (int64_t t = 0; t < count; t++) prepare_head(a, tokens[t], h, {tokens[t].block + head, tokens[t].offset, by_feature});
+    }
+}
 
 template <class T>
 void prepare_rows(const PrepareArgs& a, Context& context) {
     // Few tokens are one a task: each is a decode's, whose place in the cache has to be fetched first.
-    const int64_t tokens = a.step->num_tokens < 64 ? 1 : 16;
-    context.pool.run(divide_up(a.step->num_tokens, tokens), [&](int64_t task, int) {
-        const int64_t begin = task * tokens, end = begin + tokens < a.step->num_tokens ? begin + tokens : a.step->num_tokens;
-        bool values_done = false;
-#if defined(__AMX_BF16__)
-        values_done = tokens == 16 && a.type == Type::bf16 && a.cache_shape.type == Type::bf16 && follow_each_other(a, begin);
-        if (values_done) write_values_of_16(a, begin);
-#endif
-        for (int64_t t = begin; t < end; t++) prepare_row<T>(a, t, !values_done);
+    const int64_t num_tokens = a.step->num_tokens, tokens = num_tokens < 64 ? 1 : 16;
+    context.pool.run(divide_up(num_tokens, tokens), [&](int64_t task, int) {
+        const int64_t begin = task * tokens;
+        prepare_tokens<T>(a, begin, num_tokens - begin < tokens ? num_tokens - begin : tokens);
     });
 }
 
