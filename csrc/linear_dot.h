@@ -370,6 +370,20 @@ inline void turn_block(const uint8_t* tile, int64_t num_tiles, int64_t tile_byte
     }
 }
 
+// Likewise of i8_turned, which has pairs of columns of all features.
+template <bool kBytes>
+inline void turn_pairs(const uint8_t* tile, int64_t num_tiles, int64_t, const RowsOfX&, float*, uint8_t* out) {
+    for (int64_t c = 0; c < num_tiles * 4; c++, tile += 128, out += 256) {
+        __m512i pairs[4];
+        for (int pair = 0; pair < 2; pair++) load_pair<Type::i8_turned, kBytes>(tile, 0, pair, pairs[pair], pairs[pair + 2]);
+        for (int high = 0; high < 2; high++) {  // features 4i + 2 * high and those after them
+            auto both = [&](int j) QUIRE_ALWAYS { return high ? _mm512_unpackhi_epi32(pairs[j], pairs[j + 1]) : _mm512_unpacklo_epi32(pairs[j], pairs[j + 1]); };
+            _mm512_store_si512(out + high * 128, _mm512_unpacklo_epi64(both(0), both(2)));
+            _mm512_store_si512(out + high * 128 + 64, _mm512_unpackhi_epi64(both(0), both(2)));
+        }
+    }
+}
+
 // How blocks are turned, if they are, and how many rows of x they meet meanwhile.
 struct Turning {
     void (*turn_block)(const uint8_t* tile, int64_t num_tiles, int64_t tile_bytes, const RowsOfX& x, float* sums, uint8_t* turned);
@@ -592,8 +606,9 @@ inline void linear_dot_of(const LinearArgs& a, Context& context) {
     const XOrder order = !floats ? XOrder::pairs : streamed && kType == Type::i8_turned ? XOrder::twice : XOrder::floats;
     const DotRows all_rows(a, order, context);
     const DotBlocks blocks(a);
-    constexpr bool kTurned = is_turned(kType);
-    const int64_t turned_bytes = kTurned ? blocks.bytes : a.weight.num_tiles() * 1024;
+    // Bytes become bf16 where floats are made of them for several groups of rows.
+    const bool turns = !is_turned(kType) || (kType == Type::i8_turned && floats && a.num_rows > kPairRows);
+    const int64_t turned_bytes = turns ? a.weight.num_tiles() * 1024 : blocks.bytes;
     int64_t group = divide_up(kTaskBytes, blocks.bytes * blocks.parts), places = 1;
     if (a.num_rows > kMostRows) {
         const int64_t fair = blocks.count / (4 * context.pool.size());  // no thread waits long for another
@@ -604,14 +619,16 @@ inline void linear_dot_of(const LinearArgs& a, Context& context) {
     }
     Turning turning{};
     static_assert(!comes_turned(kType) || streamed_rows(kType) >= kTurningRows, "there are more rows than that");
-    if constexpr (!kTurned) {
+    if constexpr (kType == Type::i8_turned) {
+        if (turns) turning = {turn_pairs<kBytes>, 0};
+    } else if constexpr (!is_turned(kType)) {
         turning = {turn_block<kType>, 0};
         if constexpr (comes_turned(kType))
             if (!floats) turning = {stream_block<kType, false, kTurningRows, true>, kTurningRows};
     }
     if constexpr (has_half_scales(kType)) fill_half_values<kType>();
     constexpr Type kMet = kType == Type::i8_turned ? kType : Type::bf16_turned;
-    const auto multiply = floats ? multiply_blocks<kMet, kBytes, true> : multiply_blocks<kMet, kBytes, false>;
+    const auto multiply = !floats ? multiply_blocks<kMet, kBytes, false> : turns ? multiply_blocks<Type::bf16_turned, false, true> : multiply_blocks<kMet, kBytes, true>;
     const EvenTasks all_tasks(blocks.count, group, context.pool.size());
     context.pool.run_parts(all_tasks.count, [&](ThreadPool::Tasks& tasks, int thread) {
         int64_t task;
