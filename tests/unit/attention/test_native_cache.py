@@ -1,12 +1,10 @@
 """The native KV cache: keys normed and rotated on their way into it, and eight bits in place of the model's type."""
 
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 import torch
+from both_ways import told_both_ways
 from native_cases import at_page_end
 from paged import (
     Sequence,
@@ -30,7 +28,7 @@ from quire.attention.native import NativeBackend
 from quire.attention.registry import select_backend
 from quire.attention.step import Step
 from quire.ops.native.builder import ProgramBuilder
-from quire.ops.native.library import TORCH, Target, choose_level, levels, loaded_library
+from quire.ops.native.library import TORCH, Target, levels, loaded_library
 from quire.ops.native.program import Caches, StepData
 from quire.ops.native.structs import Type
 
@@ -108,16 +106,7 @@ for heads, head_dim, block_size, options in CASES:
 
 def test_bits_by_pairs_and_as_floats() -> None:
     """Whichever a CPU has done with first: the same bits."""
-    if choose_level() != "avx512_bf16":
-        pytest.skip("this CPU's level has one way")
-    told = set[str]()
-    for floats in "01":
-        given = [sys.executable, "-c", IN_BOTH_WAYS, str(Path(__file__).parent)]
-        done = subprocess.run(given, env=os.environ | {"QUIRE_FLOATS": floats}, capture_output=True, text=True)
-        assert done.returncode == 0, done.stderr
-        told.add(done.stdout)
-    assert len(told) == 1
-    assert told.pop().count("\n") == 16
+    assert len(told_both_ways(IN_BOTH_WAYS, Path(__file__).parent)) == 16
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

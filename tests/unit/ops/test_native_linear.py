@@ -1,12 +1,10 @@
 """Products with packed matrices, on every level: right against fp64, and each row a function of that row alone."""
 
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 import torch
+from both_ways import told_both_ways
 from native_cases import (
     DENSE,
     DTYPES,
@@ -30,7 +28,6 @@ from unpacking import unpacked
 
 from quire import ops
 from quire.ops.native.builder import ProgramBuilder, recorded
-from quire.ops.native.library import choose_level
 from quire.ops.native.structs import GATED, Epilogue, Type
 from quire.quantization.coded import quantize_int8, quantize_w4a8
 
@@ -76,16 +73,7 @@ for type in DENSE:
 
 def test_bf16_by_pairs_and_as_floats() -> None:
     """Whichever a CPU has done with first: the same bits."""
-    if choose_level() != "avx512_bf16":
-        pytest.skip("this CPU's level has one way")
-    told = set[str]()
-    for floats in "01":
-        given = [sys.executable, "-c", IN_BOTH_WAYS, str(Path(__file__).parent)]
-        done = subprocess.run(given, env=os.environ | {"QUIRE_FLOATS": floats}, capture_output=True, text=True)
-        assert done.returncode == 0, done.stderr
-        told.add(done.stdout)
-    assert len(told) == 1
-    assert told.pop().count("\n") == len(DENSE) * 22
+    assert len(told_both_ways(IN_BOTH_WAYS, Path(__file__).parent)) == len(DENSE) * 22
 
 
 # With halves of 20 and 7 columns the activation is a kernel of its own: a gated product is cut in blocks of 16.
