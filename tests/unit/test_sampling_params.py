@@ -192,7 +192,7 @@ def test_defaults_and_order_are_the_documented_ones() -> None:
     [("temprature", "temperature"), ("topp", "top_p"), ("max_token", "max_tokens"), ("seeds", "seed")],
 )
 def test_an_unknown_keyword_names_the_nearest(name: str, meant: str) -> None:
-    with pytest.raises(ValueError, match=f"{name!r}; did you mean {meant!r}"):
+    with pytest.raises(ValueError, match=f"{name!r}. Did you mean {meant!r}"):
         SamplingParams(**{name: 1})
     with pytest.raises(TypeError):
         SamplingParams(**{name: 1})
@@ -422,7 +422,7 @@ def test_vllms_parameters_that_ask_for_nothing() -> None:
 def test_vllms_parameters_that_are_refused(name: str, value: object) -> None:
     with pytest.raises(NotYetSupportedError, match=f"^{name} is not supported"):
         SamplingParams(**{name: value})
-    with pytest.raises(TypeError, match="no argument 'top_pp'; did"):
+    with pytest.raises(TypeError, match="no argument 'top_pp'. Did"):
         SamplingParams(**{"top_pp": 1, **NEUTRAL})
 
 
