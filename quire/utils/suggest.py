@@ -15,7 +15,7 @@ def nearest(name: str, known: Iterable[str]) -> str | None:
     return by_key[matches[0]] if matches else None
 
 
-def hint(name: str, known: Iterable[str], otherwise: str = "") -> str:
+def hint(name: str, known: Iterable[str], otherwise: str) -> str:
     """A sentence that asks for the known name closest to `name`; `otherwise` where none is near."""
     close = nearest(name, known)
     return f"Did you mean {close!r}?" if close else otherwise
