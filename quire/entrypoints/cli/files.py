@@ -7,6 +7,7 @@ import sys
 from argparse import ArgumentTypeError
 from collections.abc import Mapping
 from contextlib import nullcontext
+from itertools import islice
 from typing import Any, TypeVar
 
 import msgspec
@@ -20,12 +21,14 @@ def read_text(path: str, flag: str = "", most: int = 2**30) -> str:
     """The text of a file, or of standard input ("-"); a ConfigError says why it can't be read.
 
     Args:
-        most: characters, more than it may have: a device has no end.
+        most: characters, more than it may have, in units of 2**20: a device has no end.
     """
     name = "standard input" if path == "-" else f"{flag} {path}"
     try:
         with nullcontext(sys.stdin) if path == "-" else open(path, encoding="utf-8-sig") as file:
-            if len(text := file.read(most)) < most:
+            # In pieces: what is asked for at once takes a buffer of that size at once.
+            text = "".join(islice(iter(lambda: file.read(2**20), ""), most // 2**20))
+            if len(text) < most:
                 return text
     except OSError as error:
         raise ConfigError(f"{name}: {error.strerror}.") from None
@@ -94,8 +97,7 @@ class OutputFile(str):
     def __new__(cls, path: str) -> "OutputFile":
         existed = os.path.exists(path)  # pathlib's raises where it can't look
         try:
-            with open(path, "ab"):
-                pass
+            open(path, "ab").close()
         except OSError as error:
             raise ArgumentTypeError(f"{path}: {error.strerror}") from None
         if not existed:

@@ -57,8 +57,7 @@ def _read_prompts(namespace: Namespace) -> list[str]:
     """The prompts that the flags name; all of standard input as one prompt where they name none."""
     prompts = list(namespace.prompt)
     if namespace.prompts_file is not None:
-        lines = read_text(namespace.prompts_file, "--prompts-file").splitlines()
-        prompts += [line for line in lines if line.strip()]
+        prompts += filter(str.strip, read_text(namespace.prompts_file, "--prompts-file").splitlines())
     elif not prompts and not sys.stdin.isatty():
         prompts = [text] if (text := read_text("-").removesuffix("\n")) else []
     if not prompts:

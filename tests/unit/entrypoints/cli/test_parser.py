@@ -2,12 +2,14 @@
 
 import argparse
 import logging
+import tracemalloc
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from quire.config.engine_args import EngineArgs
+from quire.entrypoints.cli.files import read_text
 from quire.entrypoints.cli.flags import engine_args_from
 from quire.entrypoints.cli.main import build_parser, main
 from quire.entrypoints.cli.parser import Parser
@@ -169,3 +171,13 @@ def test_keys_that_are_wrong(
         serve_parser.read_file(str(file))
     assert stop.value.code == 2
     assert capsys.readouterr().err.startswith(f"error: {file}: {message}")
+
+
+def test_a_short_file_takes_no_long_buffer(tmp_path: Path) -> None:
+    (file := tmp_path / "short.txt").write_text("a: 1\n")
+    tracemalloc.start()
+    try:
+        assert read_text(str(file)) == "a: 1\n"
+        assert tracemalloc.get_traced_memory()[1] < 2**26
+    finally:
+        tracemalloc.stop()
