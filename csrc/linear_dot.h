@@ -30,6 +30,7 @@ constexpr int kOwnRows = 2 * kPairRows;  // rows of x that each thread copies fo
 constexpr int64_t kWholeRows = 32;
 constexpr int kTurningRows = 3;        // rows that meet codes of four bits while those are looked up, and hide half of what that takes
 constexpr int64_t kMostRows = 96, kMostBlocks = 16;
+constexpr int64_t kPieceTiles = 4;     // of a block that two groups of rows meet in turn
 
 // Codes that for_features expands.
 constexpr bool comes_turned(Type type) { return has_nibbles(type) || has_numbers(type); }
@@ -45,8 +46,10 @@ constexpr int streamed_rows(Type type) {
 constexpr int least_floats(Type type) { return is_blocks(type) ? 2 : 1; }
 constexpr int streamed_floats(Type type) {
     if (is_blocks(type)) return comes_turned(type) ? 4 : 0;
-    return type == Type::i8_turned ? 4 : type == Type::bf16_turned || type == Type::i4 ? kFewRows : 0;
+    return type == Type::i8_turned ? 4 : type == Type::bf16_turned ? kPairRows : type == Type::i4 ? kFewRows : 0;
 }
+constexpr int float_group(Type type) { return is_blocks(type) || type == Type::i8_turned ? 4 : kFewRows; }  // of them meet weights at once
+constexpr int floats_of_x(Type type) { return type == Type::i8_turned ? 64 : 32; }                          // of a tile's row
 
 // Rows 4i + 2 * pair and the one after it of a tile, i = 0..3, of eight bits or more a weight.
 template <Type kType, int pair, class Scales>
@@ -295,27 +298,35 @@ struct CodesAsFloats {
     }
 };
 
-// As stream_block, of x in floats: of i8_turned as XOrder::twice.
-template <Type kType, int kRows>
-inline void stream_floats(const uint8_t* tile, int64_t num_tiles, int64_t tile_bytes, const float* x, float* sums) {
-    constexpr int kOfX = kType == Type::i8_turned ? 64 : 32;  // floats of a tile's row
+// As stream_block, of kRows rows of x in floats, `step` apart from tile to tile: of i8_turned as XOrder::twice. Adds to sums as they are in
+// registers, [row][4][16]. `kGroups`: so many groups of rows meet the tiles, one after the other, and each fetches a part of what lies ahead.
+template <Type kType, int kRows, int kGroups>
+inline void stream_floats(const uint8_t* tile, int64_t num_tiles, int64_t tile_bytes, const float* x, int64_t step, const uint8_t* ahead, float* sums) {
+    constexpr int kOfX = floats_of_x(kType);
     __m512 acc[kRows][4];
 #pragma GCC unroll 8
-    for (int m = 0; m < kRows; m++) acc[m][0] = acc[m][1] = acc[m][2] = acc[m][3] = _mm512_setzero_ps();
+    for (int m = 0; m < kRows; m++)
+#pragma GCC unroll 4
+        for (int j = 0; j < 4; j++) acc[m][j] = _mm512_load_ps(sums + (m * 4 + j) * 16);
     auto four = [](const float* at) QUIRE_ALWAYS { return _mm512_broadcast_f32x4(_mm_loadu_ps(at)); };
+    // Line after line as they are multiplied, not some at once, and every fourth one a page sooner: the CPU fetches what is between those by
+    // itself, but learns it anew in every page.
+    auto fetch = [&](int line) QUIRE_ALWAYS {
+        _mm_prefetch(reinterpret_cast<const char*>(tile + kBytesAhead / 8 + line * 64), _MM_HINT_T0);
+        if (line % kGroups) return;
+        _mm_prefetch(reinterpret_cast<const char*>(ahead + line / kGroups * 64), _MM_HINT_T1);
+        if (line / kGroups % 4 == 0) _mm_prefetch(reinterpret_cast<const char*>(ahead + line / kGroups * 64 + kBytesAhead), _MM_HINT_T1);
+    };
     typename ScalesOf<kType>::type scales;
     const CodesAsFloats as_floats;
-    for (int64_t t = 0; t < num_tiles; t++, tile += tile_bytes, x += kRows * kOfX) {
-        for (int64_t i = 0; i < tile_bytes; i += 64) {
-            _mm_prefetch(reinterpret_cast<const char*>(tile + 2 * kBytesAhead + i), _MM_HINT_T1);
-            _mm_prefetch(reinterpret_cast<const char*>(tile + kBytesAhead / 4 + i), _MM_HINT_T0);
-        }
+    for (int64_t t = 0; t < num_tiles; t++, tile += tile_bytes, ahead += tile_bytes / kGroups, x += step) {
         if constexpr (!has_half_scales(kType)) scales.read(tile, t);
         if constexpr (kType == Type::i8_turned) {
 #pragma GCC unroll 4
             for (int c = 0; c < 4; c++)
 #pragma GCC unroll 2
                 for (int pair = 0; pair < 2; pair++) {
+                    fetch(c * 2 + pair);
                     __m512 weights[4];  // of features 4i and 4i + 2 the first columns and the second ones, then of those after them
                     as_floats(_mm512_loadu_si512(tile + c * 128 + pair * 64), weights);
 #pragma GCC unroll 8
@@ -341,15 +352,50 @@ inline void stream_floats(const uint8_t* tile, int64_t num_tiles, int64_t tile_b
 #pragma GCC unroll 4
                 for (int c = 0; c < 4; c++)
 #pragma GCC unroll 4
-                    for (int j = 0; j < 4; j++) add(c, j, _mm512_loadu_si512(tile + c * 256 + j * 64));
+                    for (int j = 0; j < 4; j++) {
+                        fetch(c * 4 + j);
+                        add(c, j, _mm512_loadu_si512(tile + c * 256 + j * 64));
+                    }
             } else {
+                for (int64_t i = 0; i < tile_bytes; i += 64) {
+                    _mm_prefetch(reinterpret_cast<const char*>(ahead + i), _MM_HINT_T1);
+                    _mm_prefetch(reinterpret_cast<const char*>(tile + kBytesAhead / 4 + i), _MM_HINT_T0);
+                }
                 for_features<kType>(tile, scales, add);
             }
         }
     }
-    // Of i8_turned a sum's lanes are of one feature's pairs and of those four pairs on: its halves are those of other types.
 #pragma GCC unroll 8
-    for (int m = 0; m < kRows; m++) store_sums<kType>(halves(acc[m][0], acc[m][1]), halves(acc[m][2], acc[m][3]), sums + m * 16);
+    for (int m = 0; m < kRows; m++)
+#pragma GCC unroll 4
+        for (int j = 0; j < 4; j++) _mm512_store_ps(sums + (m * 4 + j) * 16, acc[m][j]);
+}
+
+// Likewise a block times all rows -> sums[row][16]. More than a group's meet some tiles in two groups, the second from L1.
+template <Type kType>
+inline void stream_floats(const uint8_t* block, int64_t num_tiles, int64_t tile_bytes, const float* x, int64_t num_rows, float* sums) {
+    constexpr int kMost = float_group(kType), kGroups = streamed_floats(kType) > kMost ? 2 : 1;
+    alignas(64) float lanes[streamed_floats(kType) * 64];
+    std::memset(lanes, 0, num_rows * 256);
+    const bool one = num_rows <= kMost;
+    const int64_t group = one ? num_rows : (num_rows + 1) / 2, piece = one ? num_tiles : kPieceTiles, step = num_rows * floats_of_x(kType);
+    for (int64_t t = 0; t < num_tiles; t += piece) {
+        const int64_t tiles = num_tiles - t < piece ? num_tiles - t : piece;
+        for (int64_t first = 0; first < num_rows; first += group) {
+            const uint8_t *tile = block + t * tile_bytes, *ahead = tile + 2 * kBytesAhead + (first ? tiles * tile_bytes / 2 : 0);
+            const float* rows_of_x = x + t * step + first * floats_of_x(kType);
+            with_rows<kMost>(first ? num_rows - first : group, [&](auto rows) {
+                auto run = [&](auto groups) { stream_floats<kType, rows, groups>(tile, tiles, tile_bytes, rows_of_x, step, ahead, lanes + first * 64); };
+                if constexpr (rows >= least_floats(kType)) one ? run(std::integral_constant<int, 1>()) : run(std::integral_constant<int, kGroups>());
+            });
+        }
+    }
+    // Of i8_turned a sum's lanes are of one feature's pairs and of those four pairs on: its halves are those of other types.
+    for (int64_t m = 0; m < num_rows; m++) {
+        const float* of = lanes + m * 64;
+        auto half = [&](int at) QUIRE_ALWAYS { return halves(_mm512_load_ps(of + at * 16), _mm512_load_ps(of + at * 16 + 16)); };
+        store_sums<kType>(half(0), half(2), sums + m * 16);
+    }
 }
 
 // A block of weights, turned: [tile][piece of 8 columns][feature % 4][64 bytes]. No rows of x meet them meanwhile.
@@ -539,14 +585,12 @@ struct BlockRange {
     int64_t begin, end;
 };
 
-// Up to kMost rows, as stream(how many, weights, sums) has a block's sums with them.
-template <int kMost, class Stream>
+// Rows of one group, as stream(weights, sums) has a block's sums with them.
+template <class Stream>
 inline void stream_rows(const DotBlocks& blocks, BlockRange range, const Stream& stream) {
-    static_assert(kMost <= kPairRows, "they lie in one group");
-    alignas(64) float sums[2][kMost * 16];
+    alignas(64) float sums[2][kPairRows * 16];
     for (int64_t block = range.begin; block < range.end; block++) {
-        for (int part = 0; part < blocks.parts; part++)
-            with_rows<kMost>(blocks.a.num_rows, [&](auto count) { stream(count, blocks.weights(block, part), sums[part]); });
+        for (int part = 0; part < blocks.parts; part++) stream(blocks.weights(block, part), sums[part]);
         blocks.finish(block, sums[0], sums[1], 0, blocks.a.num_rows);
     }
 }
@@ -638,12 +682,13 @@ inline void linear_dot_of(const LinearArgs& a, Context& context) {
         do {
             const BlockRange range{all_tasks.begin(task), all_tasks.end(task)};
             if (!streamed) multiply(blocks, rows, range, turning, turned);
-            else if (!floats) stream_rows<streamed_rows(kType)>(blocks, range, [&](auto count, const uint8_t* weights, float* sums) {
-                stream_block<kType, kBytes, count>(weights, a.weight.num_tiles(), a.weight.tile_bytes(), rows.group(0, count), sums);
+            else if (!floats) stream_rows(blocks, range, [&](const uint8_t* weights, float* sums) {
+                with_rows<streamed_rows(kType)>(a.num_rows, [&](auto count) {
+                    stream_block<kType, kBytes, count>(weights, a.weight.num_tiles(), a.weight.tile_bytes(), rows.group(0, count), sums);
+                });
             });
-            else if constexpr (kFloatRows) stream_rows<kFloatRows>(blocks, range, [&](auto count, const uint8_t* weights, float* sums) {
-                if constexpr (count >= least_floats(kType))
-                    stream_floats<kType, count>(weights, a.weight.num_tiles(), a.weight.tile_bytes(), reinterpret_cast<const float*>(rows.x), sums);
+            else if constexpr (kFloatRows) stream_rows(blocks, range, [&](const uint8_t* weights, float* sums) {
+                stream_floats<kType>(weights, a.weight.num_tiles(), a.weight.tile_bytes(), reinterpret_cast<const float*>(rows.x), a.num_rows, sums);
             });
         } while (tasks.take(task));
     });
