@@ -436,7 +436,12 @@ struct Turning {
     int64_t rows;
 };
 
-// Memory to fetch into L2 while something else is multiplied: `step` bytes with every tile.
+// Memory to fetch into L2 while something else is multiplied.
+struct MemorySpan {
+    const uint8_t* from;
+    int64_t bytes;
+};
+// Of it `step` bytes with every tile.
 struct Fetch {
     const uint8_t* from;
     int64_t step;
@@ -504,7 +509,8 @@ struct DotRows {
         : x(static_cast<const bf16*>(a.x)), num_rows(a.num_rows), order(x_order), tile(32 << int(order)) {
         const bool floats = order != XOrder::pairs;
         stride = a.weight.num_tiles() * tile;
-        const int64_t near = context.cache / 4 / (stride * 2) / kPairRows * kPairRows;  // the blocks have half of L2, x a quarter
+        // The blocks have half of L2, x a quarter: of floats, these rows and those that come after them.
+        const int64_t near = context.cache / (floats ? 8 : 4) / (stride * 2) / kPairRows * kPairRows;
         if (num_rows > kMostRows && near < kMostRows) panel = near < kPairRows ? kPairRows : near;
         if (a.weight.type == Type::bf16_turned && num_rows > kPairRows && num_rows <= kWholeRows && !floats) most = kFewRows;
         grouped = floats || num_rows <= kPairRows || a.weight.type == Type::i8_turned || a.weight.cols != stride || a.out == a.x;
@@ -533,6 +539,13 @@ struct DotRows {
     RowsOfX group(int64_t first, int64_t count) const {
         const bf16* rows = x + first * stride;
         return grouped ? RowsOfX{rows, tile, tile * count} : RowsOfX{rows, stride, 32};
+    }
+
+    // One of so many equal shares of the panel after that of row `first`; after the last one its thread begins anew.
+    MemorySpan ahead(int64_t first, int64_t share, int64_t shares) const {
+        if (order == XOrder::pairs) return {};
+        const int64_t next = first + panel < num_rows ? first + panel : 0, bytes = in_panel(next) * stride * 2 / shares;
+        return {reinterpret_cast<const uint8_t*>(x + next * stride) + share * bytes, bytes};
     }
 
 private:
@@ -602,13 +615,13 @@ inline const uint8_t* weights_ahead(const DotBlocks& blocks, int64_t block, int 
 }
 
 // Rows of x as many at a time as stay in L2 with the range's blocks. Blocks are turned into `turned`, one place for each of the
-// range or, where all rows are there at once, one for all; without turn_block they lie so, as kType. The weights that come next are fetched meanwhile.
+// range or, where all rows are there at once, one for all; without turn_block they lie so, as kType. What comes next is fetched meanwhile:
+// weights with the first rows, then rows.
 template <Type kType, bool kBytes, bool kFloats>
 inline void multiply_blocks(const DotBlocks& blocks, const DotRows& rows, BlockRange range, Turning turning, uint8_t* turned) {
     const LinearArgs& a = blocks.a;
     const int64_t tiles = a.weight.num_tiles();
-    const int64_t passes = 2 * rows.num_groups(0);
-    const int64_t step = round_up(divide_up(a.weight.tile_bytes(), passes), 64);
+    const int64_t items = (range.end - range.begin) * blocks.parts;
     alignas(64) float sums[2][kMostRows * 16];
     for (int64_t first = 0; first < a.num_rows; first += rows.panel) {
         const int64_t count = rows.in_panel(first);
@@ -625,12 +638,13 @@ inline void multiply_blocks(const DotBlocks& blocks, const DotRows& rows, BlockR
                     }
                     weights = place;
                 }
-                const uint8_t* ahead = weights_ahead(blocks, block, part);
-                int64_t fetched = first == 0 ? 0 : blocks.bytes;
+                const MemorySpan ahead = first == 0 ? MemorySpan{weights_ahead(blocks, block, part), blocks.bytes} : rows.ahead(first, item, items);
+                const int64_t step = round_up(divide_up(ahead.bytes, 2 * rows.num_groups(first) * tiles), 64);
+                int64_t fetched = 0;
                 for (int64_t i = 0; i < rows.num_groups(first); i++, done = 0) {
                     const RowGroup group = rows.group_of(first, i);
-                    const Fetch fetch{ahead + fetched, fetched < blocks.bytes ? step : 0};
-                    fetched += 2 * tiles * fetch.step;
+                    const Fetch fetch{ahead.from + fetched, fetched < ahead.bytes ? step : 0};
+                    fetched += 2 * tiles * step;
                     const RowsOfX x = rows.group(first + group.first, group.count).from(done);
                     with_rows<kPairRows>(group.count - done, [&](auto n) {
                         multiply_turned<kType, kBytes, kFloats, n>(weights, tiles, x, fetch, sums[part] + (group.first + done) * 16);
