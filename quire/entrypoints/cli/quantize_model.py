@@ -17,6 +17,7 @@ from tqdm import tqdm
 from quire.config.config_json import read_json
 from quire.config.model import ModelConfig
 from quire.entrypoints.cli import quantize_files as files
+from quire.entrypoints.cli.files import read_text
 from quire.entrypoints.cli.flags import human_bytes
 from quire.entrypoints.cli.quantize_codes import Codes, Scheme, quantize, to_fp8
 from quire.entrypoints.cli.quantize_scales import fold
@@ -66,7 +67,8 @@ def quantize_checkpoint(options: Namespace, out: Path) -> str:
         files.copy_rest(config.path, partial)
         quantization = files.quantization_config(scheme, survey.plain)
         files.write_json(partial / "config.json", stated | {"quantization_config": quantization})
-        (partial / "README.md").write_text(files.card(options.model, scheme, text.about, *costs), "utf-8")
+        card = files.card(options.model, scheme, text.about, *costs)
+        (partial / "README.md").write_text(card, "utf-8", "replace")  # names of files need not be texts
         if out.exists():
             out.rmdir()
         partial.rename(out)
@@ -111,13 +113,7 @@ def _read_text(options: Namespace, config: ModelConfig) -> _Text:
         ConfigError: the file can't be read, or is too short.
     """
     path = _STORIES if options.calibration is None else options.calibration.expanduser()
-    try:
-        text = path.read_text("utf-8")
-    except OSError as error:
-        raise ConfigError(f"--calibration {path} can't be read: {error.strerror}.") from error
-    except UnicodeDecodeError as error:
-        raise ConfigError(f"--calibration {path} is no UTF-8 text ({error}).") from error
-    tokenizer = load_tokenizer(config.path)
+    text, tokenizer = read_text(str(path), "--calibration"), load_tokenizer(config.path)
     start, ids = tokenizer.encode(""), tokenizer.encode(text, False)
     length = min(options.length, config.max_model_len, len(start) + len(ids) // _HELD_OUT)
     step = length - len(start)

@@ -237,7 +237,8 @@ def test_refusals(
     missing, short, binary = tmp_path / "missing.txt", tmp_path / "short.txt", tmp_path / "binary.txt"
     short.write_text("too short")
     binary.write_bytes(b"\xff\xfe\x00")
-    assert "can't be read" in refusal(capsys, small, out, "--method", "gptq", "--calibration", missing)
+    assert "missing.txt: No such file" in refusal(capsys, small, out, "--method", "gptq", "--calibration", missing)
+    assert "does not end" in refusal(capsys, small, out, "--method", "gptq", "--calibration", "/dev/zero")
     assert "too few" in refusal(capsys, small, out, "--method", "gptq", "--calibration", short)
     assert "and --length 1" in refusal(capsys, small, out, "--method", "gptq", "--length", 3)
     assert "UTF-8" in refusal(capsys, small, out, "--method", "gptq", "--calibration", binary)
@@ -249,6 +250,13 @@ def test_refusals(
     assert "make room" in refusal(capsys, small, out, "--method", "int4")
     assert not out.exists()
     assert sorted(path.name for path in tmp_path.iterdir()) == ["binary.txt", "full", "short.txt"]
+
+
+def test_a_name_that_is_no_text(small: Path, tmp_path: Path) -> None:
+    text, out = tmp_path / "text-\udcff", tmp_path / "out"
+    shutil.copyfile(quantize_model._STORIES, text)
+    assert main(["quantize", str(small), str(out), "--method", "int8", "--calibration", str(text), *FEW]) == 0
+    assert "of text-?, which it was not" in (out / "README.md").read_text()
 
 
 def test_what_is_quantized_already_is_refused(small: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
