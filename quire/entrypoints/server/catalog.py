@@ -5,6 +5,7 @@
 
 import logging
 import os
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -76,7 +77,7 @@ def read_catalog(models: Sequence[str], args: ServerArgs, engine_args: EngineArg
             raise ConfigError(f"served_model_name has {count}: give one for each, in their order.")
         named = list(zip(args.served_model_name, models, strict=True))
     found = _folders(args.models_dir) if args.models_dir is not None else []
-    _check_once([*named, *found])
+    _check_once(named, found)
     most = min(args.max_loaded_models or _MAX_LOADED, len(named) + len(found))
     if engine_args.kv_cache_memory is None and engine_args.num_kv_blocks is None:
         share = (engine_args.gpu_memory_utilization or CPU_SHARE) / most
@@ -118,15 +119,13 @@ def _folders(directory: str) -> list[tuple[str, str]]:
     return [(entry.name, str(entry)) for entry in found]
 
 
-def _check_once(models: Sequence[tuple[str, str]]) -> None:
-    names: set[str] = set()
-    paths: set[str] = set()
-    for name, path in models:
-        place = str(Path(path).resolve()) if os.path.isdir(path) else path
-        if name in names or place in paths:
-            raise ConfigError(f"the model {name!r} is given twice; give each once.")
-        names.add(name)
-        paths.add(place)
+def _check_once(named: Sequence[tuple[str, str]], found: Sequence[tuple[str, str]]) -> None:
+    """No name is there twice, nor a folder among those that are named; links of `models_dir` are names for one."""
+    names = [name for name, _ in (*named, *found)]
+    places = [os.path.realpath(path) if os.path.isdir(path) else path for _, path in named]
+    for given, count in [*Counter(names).items(), *Counter(places).items()]:
+        if count > 1:
+            raise ConfigError(f"the model {given!r} is given twice; give each once.")
 
 
 def _read(name: str, args: EngineArgs, free: int) -> Listed:

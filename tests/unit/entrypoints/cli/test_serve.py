@@ -252,11 +252,18 @@ def test_several_models(served: list[Any], folder: Path, caplog: pytest.LogCaptu
     assert [model.name for model in served.pop()[2].models] == ["demo"]
 
 
+def test_links_are_names_of_a_model(served: list[Any], folder: Path) -> None:
+    (folder / "small").symlink_to(folder / "alpha")
+    assert main(["serve", str(folder / "alpha"), "--models-dir", str(folder)]) == 0
+    assert [model.name for model in served.pop()[2].models][1:] == ["alpha", "beta", "broken", "small"]
+
+
 @pytest.mark.parametrize(
     ("line", "told"),
     [
         ("demo demo", "the model 'demo' is given twice"),
-        ("{0}/alpha {0}/../models/alpha", "is given twice"),
+        ("{0}/alpha {0}/../models/alpha", "models/alpha' is given twice"),
+        ("alpha --models-dir {0}", "the model 'alpha' is given twice"),
         ("demo {0}/missing", "does not exist"),
         ("demo {0}/broken", "config.json"),
         ("demo {0}/alpha --model demo", "named twice"),
