@@ -340,7 +340,8 @@ def _logit_bias(value: Any) -> dict[int, float]:
         raise broken("logit_bias", value, "a dict of token id -> bias")
     biases: dict[int, float] = {}
     for key, given in value.items():
-        token_id = int(key) if isinstance(key, str) and key.isdecimal() else number(key, int)  # JSON: string keys
+        is_text = isinstance(key, str) and key.isdecimal() and len(key) < 20  # as JSON's keys are
+        token_id = int(key) if is_text else number(key, int)
         if token_id is None or token_id < 0:
             raise broken("logit_bias", key, "keyed by token ids (integers >= 0)")
         bias = number(given, float)

@@ -212,10 +212,11 @@ class EngineArgs:
             raise ConfigError(f"pipeline_parallel_size={stages} exceeds the model's {num_layers} layers; lower it.")
         if self.pp_partition is None:
             return tuple((num_layers + stages - 1 - stage) // stages for stage in range(stages))
-        given = tuple(int(part) if part.strip().isdecimal() else 0 for part in self.pp_partition.split(","))
+        parts = self.pp_partition.split(",")
+        given = tuple(int(part) if part.strip().isdecimal() and len(part) < 20 else 0 for part in parts)
         if len(given) != stages or sum(given) != num_layers or not all(given):
             raise ConfigError(
-                f"pp_partition={self.pp_partition!r} must be {stages} numbers above 0 (pipeline_parallel_size), as "
+                f"pp_partition={self.pp_partition!r:.80} must be {stages} numbers above 0 (pipeline_parallel_size), as "
                 f"'10,14', that sum to the model's {num_layers} layers; leave it out for equal stages."
             )
         return given

@@ -151,6 +151,7 @@ def test_a_stage_dies(stage: int, number: signal.Signals, monkeypatch: pytest.Mo
         ({"pipeline_parallel_size": 2, "pp_partition": "5,0"}, "pp_partition='5,0' must be 2 numbers above 0"),
         ({"pipeline_parallel_size": 2, "pp_partition": "x"}, "pp_partition='x' must be 2 numbers"),
         ({"pp_partition": "2,3"}, "pp_partition='2,3' must be 1 numbers"),
+        ({"pp_partition": "9" * 5000}, "pp_partition='9{79} must be 1 numbers"),
         (
             PP2 | {"speculative_config": {"method": "eagle", "model": "demo-eagle"}},
             "method='eagle' is refused with pipeline_parallel_size=2, as its head reads",

@@ -81,6 +81,7 @@ INVALID = [
     *(("min_tokens", v) for v in (-1, 17, 1.0, True, None)),
     *((f, v) for f in ("logprobs", "prompt_logprobs") for v in (-2, 1.0, "5")),
     *(("logit_bias", v) for v in ({-1: 1.0}, {"a": 1.0}, {1.5: 1.0}, {True: 1.0}, {1: NAN}, {1: "2"}, {1: True}, [1])),
+    ("logit_bias", {"9" * 5000: 1.0}),
     *(("allowed_token_ids", v) for v in ([], [-1], [True], ["1"], 4)),
     *(("truncate_prompt_tokens", v) for v in (-2, 1.0, True)),
     *(("logits_processors", v) for v in ([3], noop, ["noop"])),

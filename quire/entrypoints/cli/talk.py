@@ -173,8 +173,8 @@ class Talk:
 
     def do_forget(self, text: str) -> None:
         """[N]: forgets the oldest N questions and their answers; one, without N."""
-        if not (text or "1").isdecimal():
-            raise InvalidRequestError(f"how many are {text!r}?")
+        if not (text or "1").isdecimal() or len(text) >= 20:
+            raise InvalidRequestError(f"how many are {text!r:.80}?")
         count, num_turns = int(text or 1), len(self.turns) // 2
         self.turns = self.turns[2 * count :]
         print(f"[forgot the oldest {min(count, num_turns)} of {num_turns} turns]")

@@ -107,7 +107,19 @@ def test_a_conversation_is_saved_and_loaded(tmp_path: Path, capsys: pytest.Captu
 
 def test_instructions_change_and_the_oldest_turns_are_forgotten(capsys: pytest.CaptureFixture[str]) -> None:
     model = Model()
-    talk(model, "one", "/system Be brief.", "two", "/forget", "three", "/forget 9", "four", "/forget x", "/system")
+    talk(
+        model,
+        "one",
+        "/system Be brief.",
+        "two",
+        "/forget",
+        "three",
+        "/forget 9",
+        "four",
+        "/forget x",
+        f"/forget {'9' * 5000}",
+        "/system",
+    )
     assert contents(model.seen[1]) == ["Be brief.", "one", "answer 1", "two"]
     assert contents(model.seen[2]) == ["Be brief.", "two", "answer 2", "three"]
     assert contents(model.seen[3]) == ["Be brief.", "four"]
@@ -116,6 +128,7 @@ def test_instructions_change_and_the_oldest_turns_are_forgotten(capsys: pytest.C
     assert "[forgot the oldest 2 of 2 turns]" in out
     assert "Instructions: Be brief." in out.splitlines()[-1]
     assert "'x'" in err
+    assert f"how many are '{'9' * 79}?" in err
 
 
 def test_help_has_a_line_for_each_command(capsys: pytest.CaptureFixture[str]) -> None:
