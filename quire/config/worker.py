@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from quire.config.draft_tree import DraftTree
+from quire.config.engine_args import EngineArgs
 from quire.config.model import ModelConfig
 from quire.config.speculative import SpeculativeConfig
 
@@ -77,10 +78,10 @@ class WorkerConfig:
     fast_gemm: bool = False
     load_format: str = "auto"
     weight_cache: bool = True
-    weight_cache_size: float = 32.0
+    weight_cache_size: float = EngineArgs.weight_cache_size
     swaps: bool = False
     kv_cache_dir: str | None = None
-    kv_cache_dir_size: float = 32.0
+    kv_cache_dir_size: float = EngineArgs.kv_cache_dir_size
     debug: bool = False
     rank: int = 0
     num_ranks: int = 1

@@ -84,7 +84,7 @@ class Drafter(ABC):
     def builder(self, config: SpeculativeConfig, model: CausalLM) -> Builder:
         """What builds heads beside the model, of its type; their weights go to a store of their own."""
         self.store = WeightStore(None)
-        formats = self.device.weight_formats(config.quantization, self.store)
+        formats = self.device.weight_formats(config.quantization, self.store, None)
         return Builder(BuildContext(self.device.backend, formats, model.dtype))
 
     @abstractmethod

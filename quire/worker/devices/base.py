@@ -100,7 +100,7 @@ class Device(ABC):
 
     @abstractmethod
     def weight_formats(
-        self, quantization: str | None, store: WeightStore, blocks: TypesByLayer | None = None
+        self, quantization: str | None, store: WeightStore, blocks: TypesByLayer | None
     ) -> WeightFormats:
         """The formats that its kernels multiply, for a model about to be built; packed weights go to `store`.
 

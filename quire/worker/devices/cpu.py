@@ -74,7 +74,7 @@ class CpuDevice(Device):
         self._no_gradients = nullcontext() if self.packs_weights else torch.inference_mode()
 
     def weight_formats(
-        self, quantization: str | None, store: WeightStore, blocks: TypesByLayer | None = None
+        self, quantization: str | None, store: WeightStore, blocks: TypesByLayer | None
     ) -> WeightFormats:
         packing = Packing(self.dtype, store.allocate, store.filled, self.kernels) if self.packs_weights else None
         return select_formats(quantization, packing, blocks)

@@ -87,7 +87,7 @@ class CudaDevice(Device):
             ) from error
 
     def weight_formats(
-        self, quantization: str | None, store: WeightStore, blocks: TypesByLayer | None = None
+        self, quantization: str | None, store: WeightStore, blocks: TypesByLayer | None
     ) -> WeightFormats:
         if not blocks:  # a checkpoint's own numbers are dequantized
             self._check_fp8(quantization)

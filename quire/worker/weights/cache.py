@@ -24,7 +24,6 @@ logger = logging.getLogger(__name__)
 
 FORMAT = 6  # raised when csrc/pack.h changes what is in a tile, or this file the manifest
 MIN_BYTES = 64 * 2**20  # smaller checkpoints are packed faster than they are worth a file
-DEFAULT_LIMIT = 64 * 2**30
 _SAMPLES = 256  # places all over a file of the checkpoint that are read to tell it from others
 _SAMPLE = 4096  # bytes read at each
 _STALE_SECONDS = 24 * 3600  # an unfinished file of a process that seems to live, but is of another machine
@@ -54,7 +53,7 @@ class StorePlace:
     directory: str = ""
     content: str = ""
     stamp: list[list[Any]] = field(default_factory=list)
-    limit: int = DEFAULT_LIMIT
+    limit: int = 64 * 2**30
 
 
 @dataclass(frozen=True)
@@ -80,9 +79,7 @@ def cache_folder() -> Path | None:
         return None
 
 
-def place_of(
-    config: ModelConfig, quantization: str | None, limit: int = DEFAULT_LIMIT, part: Sequence[int | str] = ()
-) -> StorePlace | None:
+def place_of(config: ModelConfig, quantization: str | None, limit: int, part: Sequence[int | str]) -> StorePlace | None:
     """The place of a model's packed weights, of one rank's part where there are several, or None: see `find_place`."""
     names = ("vocab_size", "hidden_size", "intermediate_size", "num_layers", "num_heads", "num_kv_heads", "head_dim")
     shapes = [getattr(config, name) for name in names]
@@ -91,9 +88,7 @@ def place_of(
     return find_place(weight_files(config.path), config.model, weights, layout, limit)
 
 
-def find_place(
-    files: Iterable[Path], model: str, weights: str, layout: str, limit: int = DEFAULT_LIMIT
-) -> StorePlace | None:
+def find_place(files: Iterable[Path], model: str, weights: str, layout: str, limit: int) -> StorePlace | None:
     """The place of a checkpoint's packed weights; None where it is not worth one or has no room.
 
     Args:

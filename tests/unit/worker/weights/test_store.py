@@ -37,7 +37,7 @@ def store_at(path: Path) -> WeightStore:
 
 
 def store_path(files: list[Path], layout: str) -> Path | None:
-    place = cache.find_place(files, "model", "bfloat16", layout)
+    place = cache.find_place(files, "model", "bfloat16", layout, 2**40)
     return place and place.path
 
 
