@@ -26,8 +26,9 @@ if TYPE_CHECKING:
     from quire.entrypoints.server.state import ServerState
 
 _SERVER_OPTIONS = {"served_model_name", "chat_template", "trust_request_chat_template", "response_role", "engine"}
-_SERVER_OPTIONS |= {"return_tokens_as_token_ids", "step_timeout", "tool_call_parser", "reasoning_parser"}
-_SERVER_OPTIONS |= {"enable_auto_tool_choice", "default_chat_template_kwargs", "enable_prompt_tokens_details"}
+_SERVER_OPTIONS |= {"return_tokens_as_token_ids", "step_timeout", "tool_call_parser", "max_body_bytes"}
+_SERVER_OPTIONS |= {"enable_auto_tool_choice", "reasoning_parser", "default_chat_template_kwargs"}
+_SERVER_OPTIONS |= {"enable_prompt_tokens_details"}
 _LINES_PER_SEQUENCE = 4  # requests at once, in terms of max_num_seqs: a slow first one must not leave the engine idle
 
 
@@ -46,7 +47,7 @@ def add_flags(parser: ArgumentParser) -> None:
 def run(namespace: Namespace) -> None:
     """Answer all requests of the file; what is interrupted leaves its answers in FILE.part, and goes on from there."""
     args, engine_args = ServerArgs(**options_given(namespace, ServerArgs)), engine_args_from(namespace)
-    source, num_requests = _open_input(namespace.input_file)
+    source, num_requests = _open_input(namespace.input_file, args.max_body_bytes)
     with _open_output(namespace.output_file) as sink:
         done = answered_before(source, sink, f"{namespace.output_file}.part") if namespace.output_file != "-" else []
         num_requests = None if num_requests is None else num_requests - len(done)
@@ -67,7 +68,7 @@ def run(namespace: Namespace) -> None:
     print(told, file=sys.stderr)
 
 
-def answered_before(source: BinaryIO, sink: BinaryIO, name: str) -> list[bool]:
+def answered_before(source: Iterator[bytes], sink: BinaryIO, name: str) -> list[bool]:
     """Whether each request that an earlier run answered went well; both files stand behind them afterwards.
 
     Raises:
@@ -80,7 +81,7 @@ def answered_before(source: BinaryIO, sink: BinaryIO, name: str) -> list[bool]:
             answer = msgspec.json.decode(text, type=Answer)
         except msgspec.DecodeError:  # it was being written
             break
-        line = next((line for line in iter(source.readline, b"") if line.strip()), b"")
+        line = next((line for line in source if line.strip()), b"")
         if not line or answer.custom_id not in (None, _custom_id(line)):
             raise ConfigError(f"{name} holds answers to other requests: remove it, or name another --output-file.")
         done.append(_is_good(answer))
@@ -104,7 +105,7 @@ def _is_good(answer: "Answer") -> bool:
 
 
 async def answer_all(
-    batch: "Batch", source: BinaryIO, sink: BinaryIO, window: int, num_requests: int | None
+    batch: "Batch", source: Iterator[bytes], sink: BinaryIO, window: int, num_requests: int | None
 ) -> tuple[int, int]:
     """Answer the lines of `source` into `sink`, `window` of them at once; how many went well, and how many did not."""
     import asyncio
@@ -143,8 +144,8 @@ async def answer_all(
     return sum(statuses), len(statuses) - sum(statuses)
 
 
-async def _read_line(source: BinaryIO) -> bytes:
-    """The next line, while requests run: standard input may keep us waiting.
+async def _read_line(source: Iterator[bytes]) -> bytes:
+    """The next line, or b"", while requests run: standard input may keep us waiting.
 
     It is read in a daemon thread, for which neither the loop nor the process waits when Ctrl-C ends the batch.
     """
@@ -155,7 +156,7 @@ async def _read_line(source: BinaryIO) -> bytes:
 
     def read() -> None:
         try:
-            line.set_result(source.readline())
+            line.set_result(next(source, b""))
         except (OSError, ValueError) as error:
             line.set_exception(error)
 
@@ -232,17 +233,26 @@ class Batch:
         return await service.create(body, request_id)
 
 
-def _open_input(name: str) -> tuple[BinaryIO, int | None]:
-    """The requests, and how many they are where that can be known."""
-    if name == "-":  # not sys.stdin, whose lock a waiting reader would hold when the process ends
-        return open(0, "rb", closefd=False), None
+def _open_input(name: str, longest: int) -> tuple[Iterator[bytes], int | None]:
+    """The requests, a line each, and how many they are where that can be known: a pipe can't be read twice."""
     try:
-        file = open(name, "rb")  # noqa: SIM115  (it is read to the end, and then the process ends)
-        num_requests = sum(1 for line in file if line.strip())
+        # Not sys.stdin, whose lock a waiting reader would hold when the process ends.
+        file = open(0, "rb", closefd=False) if name == "-" else open(name, "rb")  # noqa: SIM115  (the process closes it)
+        if name == "-" or not os.path.isfile(name):
+            return _lines(file, longest), None
+        num_requests = sum(1 for line in _lines(file, longest) if line.strip())
         file.seek(0)
     except OSError as error:
         raise ConfigError(f"--input-file {name}: {error.strerror}.") from None
-    return file, num_requests
+    return _lines(file, longest), num_requests
+
+
+def _lines(file: BinaryIO, longest: int) -> Iterator[bytes]:
+    """Those of a file, which has no end where it is a device: a ConfigError at one that is longer."""
+    while line := file.readline(longest + 1):
+        if len(line) > longest:
+            raise ConfigError(f"--input-file has a line of over {longest} bytes, the most that max_body_bytes allows.")
+        yield line
 
 
 @contextlib.contextmanager

@@ -225,6 +225,26 @@ def test_what_is_wrong_shows_before_a_model_is_loaded(
     assert message in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("whole", [False, True])
+def test_an_input_without_an_end(whole: bool, tmp_path: Path) -> None:
+    """A line that a server would not take is refused, before the model is loaded where the file can be read twice."""
+    (tmp_path / "in").write_bytes(b"{}\n\n" + bytes(1001))
+    with pytest.raises(ConfigError, match="line of over 1000 bytes, the most that max_body_bytes allows"):
+        list(run_batch._open_input(str(tmp_path / "in") if whole else "/dev/zero", 1000)[0])
+
+
+def test_devices_and_pipes_are_read_but_once(tmp_path: Path) -> None:
+    (tmp_path / "in").write_text("one\n\ntwo")
+    lines, count = run_batch._open_input(str(tmp_path / "in"), 4)
+    assert (list(lines), count) == ([b"one\n", b"\n", b"two"], 2)
+    reader, writer = os.pipe()
+    os.write(writer, b"one\n\ntwo")
+    os.close(writer)
+    lines, count = run_batch._open_input(f"/dev/fd/{reader}", 4)
+    assert (list(lines), count) == ([b"one\n", b"\n", b"two"], None)
+    os.close(reader)
+
+
 def test_a_device_is_not_replaced_by_the_answers(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """As /dev/null or /dev/stdout might be, by root; a pipe stands for them here."""
     os.mkfifo(tmp_path / "pipe")
