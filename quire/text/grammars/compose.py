@@ -3,13 +3,13 @@
 The server calls it for answers that begin with a thought. It knows no tokens.
 """
 
-import json
 from typing import Any
 
 import msgspec
 
 from quire.errors import InvalidRequestError
 from quire.structured_outputs import CONSTRAINTS, StructuredOutputsParams
+from quire.text.grammars.source import parsed
 
 
 def after(
@@ -42,10 +42,10 @@ def format_of(params: StructuredOutputsParams) -> dict[str, Any]:
     Raises:
         InvalidRequestError: it is no JSON, or a structural tag of the older form.
     """
-    text = params.constraint
+    text, told = params.constraint, ("structured_outputs can't be used: ", "structured_outputs")
     match params.kind:
         case "json":
-            return {"type": "json_schema", "json_schema": _parsed(text)}
+            return {"type": "json_schema", "json_schema": parsed(text, *told)}
         case "json_object":
             return {"type": "json_schema", "json_schema": {"type": "object"}}
         case "regex":
@@ -55,16 +55,8 @@ def format_of(params: StructuredOutputsParams) -> dict[str, Any]:
         case "choice":
             return {"type": "or", "elements": [{"type": "const_string", "value": v} for v in params.choice or ()]}
         case _:
-            tag = _parsed(text)
+            tag = parsed(text, *told)
             if not isinstance(tag, dict) or "format" not in tag:
                 reason = "structured_outputs.structural_tag must have a format where free text comes before it."
                 raise InvalidRequestError(reason, "structured_outputs")
             return tag["format"]
-
-
-def _parsed(text: str) -> Any:
-    try:
-        return json.loads(text)
-    except (ValueError, RecursionError) as error:
-        message = f"structured_outputs can't be used: it is no JSON: {error}."
-        raise InvalidRequestError(message, "structured_outputs") from None

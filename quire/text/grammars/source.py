@@ -32,7 +32,7 @@ def source_of(params: StructuredOutputsParams, special_tokens: Mapping[str, int]
     text = params.constraint
     match params.kind:
         case "json" | "json_object":
-            schema = {"type": "object"} if params.json_object else _parsed(text)
+            schema = {"type": "object"} if params.json_object else parsed(text)
             return llguidance.LLMatcher.grammar_from_json_schema(json.dumps(prepared(schema, params)))
         case "regex":
             return llguidance.LLMatcher.grammar_from_lark(f"start: {regex_as_lark(text)}")
@@ -42,7 +42,7 @@ def source_of(params: StructuredOutputsParams, special_tokens: Mapping[str, int]
         case "grammar":
             return llguidance.LLMatcher.grammar_from_lark(lark_of(text))
         case _:
-            tag = _parsed(text)
+            tag = parsed(text)
             return lark_of_tag(tag, lambda schema: prepared(schema, params), special_tokens)
 
 
@@ -58,11 +58,12 @@ def prepared(schema: Any, params: StructuredOutputsParams) -> dict[str, Any]:
     return {"x-guidance": {"lenient": False, "coerce_one_of": False, **options}, **schema}
 
 
-def _parsed(text: str) -> Any:
+def parsed(text: str, before: str = "", param: str | None = None) -> Any:
+    """What JSON says; InvalidRequestError where it is none, with what a message is to begin with."""
     try:
         return json.loads(text)
     except (ValueError, RecursionError) as error:
-        raise InvalidRequestError(f"it is no JSON: {error}.") from None
+        raise InvalidRequestError(f"{before}it is no JSON: {error}.", param) from None
 
 
 def _closed(schema: Any) -> Any:
