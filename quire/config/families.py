@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from quire.errors import ConfigError
+from quire.errors import ConfigError, ModelLoadError
 
 Get = Callable[..., Any]  # get(key, default=None): a value of config.json, or the family's default
 WindowRule = Callable[[Get, int], bool]
@@ -169,6 +169,16 @@ FAMILIES = (
 BY_ARCHITECTURE = {family.architecture: family for family in FAMILIES}
 BY_MODEL_TYPE = {family.model_type: family for family in sorted(FAMILIES, key=lambda f: f.model_type)}
 _UNKNOWN = Family("", "", "")
+
+
+def built_family(architecture: str, model: str) -> Family:
+    """The family that implements a model's architecture; ModelLoadError where none does."""
+    if architecture not in BY_ARCHITECTURE:
+        known = ", ".join(sorted(BY_ARCHITECTURE))
+        raise ModelLoadError(
+            f"architecture {architecture!r} of model {model!r} is not supported; supported are {known}."
+        )
+    return BY_ARCHITECTURE[architecture]
 
 
 def family_of(model_type: Any) -> Family:

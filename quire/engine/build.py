@@ -10,6 +10,7 @@ from dataclasses import fields
 from typing import Any, TypeVar
 
 from quire.config.engine_args import EngineConfig
+from quire.config.families import built_family
 from quire.config.worker import WorkerConfig
 from quire.engine.core import EngineCore
 from quire.engine.tokenizer import config_tokenizer
@@ -18,7 +19,6 @@ from quire.executor.base import Executor
 from quire.executor.select import select_executor
 from quire.kvcache.capacity import CacheRequest, num_bytes, plan_cache
 from quire.kvcache.manager import KVManager
-from quire.models.registry import check_architecture
 from quire.protocol.cache import CacheLayout
 from quire.protocol.kv_events import KVEventSink
 from quire.protocol.worker import WorkerReport
@@ -69,7 +69,7 @@ def build_core(
         ModelLoadError: the model's files.
     """
     start = time.perf_counter()
-    check_architecture(config.model)
+    built_family(config.model.architecture, config.model.model)
     if executor is None:
         executor = select_executor(worker_config(config), config.args)
     loaded = executor.start(progress=show_progress)

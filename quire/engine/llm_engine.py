@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterable
 from typing import Any
 
 from quire.config.engine_args import EngineArgs, EngineConfig
+from quire.config.families import built_family
 from quire.engine.build import build_core
 from quire.engine.core import Core, EngineCore
 from quire.engine.input_processor import InputProcessor, ProcessedInput
@@ -19,7 +20,6 @@ from quire.errors import ConfigError, NotYetSupportedError
 from quire.executor.inprocess import InProcessExecutor
 from quire.inputs import PreparedPrompt, PromptType
 from quire.lora.request import LoRARequest, PromptAdapterRequest
-from quire.models.registry import check_architecture
 from quire.outputs import RequestOutput
 from quire.protocol.requests import Terms
 from quire.protocol.stats import EngineStats, Limits
@@ -61,7 +61,7 @@ class LLMEngine:
             needed = "start=quire.entrypoints.replicated_core.ReplicatedCore"
             raise ConfigError(f"data_parallel_size={size} needs {needed}.")
         config = engine_args.resolve()
-        check_architecture(config.model)  # the first thing to say of a model that can't run
+        built_family(config.model.architecture, config.model.model)  # the first thing to say of a model that can't run
         tokenizer = config_tokenizer(config)
         core = build_core(config, show_progress) if start is None else start(engine_args, config)
         return cls(config.with_max_model_len(core.max_model_len), core, tokenizer)

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from quire.attention.base import AttentionBackend
-from quire.config.families import BY_ARCHITECTURE
+from quire.config.families import built_family
 from quire.config.model import ModelConfig
 from quire.config.worker import Stage
 from quire.errors import ModelLoadError
@@ -19,25 +19,14 @@ from quire.models.weights import CheckpointFormat
 from quire.quantization.registry import WeightFormats, uniform
 from quire.quantization.unquantized import Unquantized
 
-__all__ = ["SUPPORTED_ARCHITECTURES", "CausalLM", "build_model"]
+__all__ = ["CausalLM", "build_model"]
 
-SUPPORTED_ARCHITECTURES = tuple(sorted(BY_ARCHITECTURE))
 DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
-
-
-def check_architecture(config: ModelConfig) -> None:
-    """Refuse an architecture that has no implementation (ModelLoadError), before anything is loaded."""
-    if config.architecture not in BY_ARCHITECTURE:
-        raise ModelLoadError(
-            f"architecture {config.architecture!r} of model {config.model!r} is not supported; supported are "
-            f"{', '.join(SUPPORTED_ARCHITECTURES)}."
-        )
 
 
 def checkpoint_format(config: ModelConfig) -> CheckpointFormat:
     """How checkpoints of the model's family name things (ModelLoadError: an architecture that is not supported)."""
-    check_architecture(config)
-    module = importlib.import_module(BY_ARCHITECTURE[config.architecture].build.partition(":")[0])
+    module = importlib.import_module(built_family(config.architecture, config.model).build.partition(":")[0])
     return getattr(module, "FORMAT", CheckpointFormat())
 
 
@@ -58,8 +47,7 @@ def build_model(
     Raises:
         ModelLoadError: an architecture, activation or rope type that is not supported, or sizes that ranks can't share.
     """
-    check_architecture(config)
-    module, _, function = BY_ARCHITECTURE[config.architecture].build.partition(":")
+    module, _, function = built_family(config.architecture, config.model).build.partition(":")
     build = getattr(importlib.import_module(module), function)
     plain, dtype = uniform(Unquantized()), DTYPES[config.dtype]
     sharding = sharding or Sharding()

@@ -12,6 +12,7 @@ from dataclasses import asdict, dataclass, replace
 from msgspec import structs
 
 from quire.config.engine_args import EngineArgs, EngineConfig
+from quire.config.families import built_family
 from quire.entrypoints.cli.flags import add_engine_flags, engine_args_from, human_bytes
 from quire.errors import ConfigError
 from quire.executor.base import Executor
@@ -108,9 +109,8 @@ def _rank(config: EngineConfig, rank: int) -> Executor:
     """One of the workers, that loads nothing and meets no other."""
     from quire.engine.build import worker_config
     from quire.executor.inprocess import InProcessExecutor
-    from quire.models.registry import check_architecture
 
-    check_architecture(config.model)
+    built_family(config.model.architecture, config.model.model)
     num_ranks = config.args.num_ranks
     alone = replace(worker_config(config), rank=rank, num_ranks=num_ranks, load_format="none", kv_cache_dir=None)
     return InProcessExecutor(alone)

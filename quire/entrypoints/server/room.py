@@ -14,7 +14,7 @@ from safetensors import SafetensorError, safe_open
 
 from quire.config.config_json import parse_json
 from quire.config.engine_args import EngineArgs, EngineConfig
-from quire.config.families import BY_ARCHITECTURE
+from quire.config.families import built_family
 from quire.config.gguf import read_gguf, weight_files
 from quire.config.model import ModelConfig
 from quire.errors import ModelLoadError
@@ -51,8 +51,7 @@ def _kv_bytes(args: EngineArgs, model: ModelConfig, free: float) -> int:
 
 def _weight_bytes(model: ModelConfig, quantization: str | None, load_format: str) -> int:
     """Of the weights in memory: in the model's type, or in codes and their scales."""
-    if model.architecture not in BY_ARCHITECTURE:
-        raise ModelLoadError(f"architecture {model.architecture!r} of model {model.model!r} is not supported.")
+    built_family(model.architecture, model.model)
     total = 0
     if model.path.is_file():  # blocks stay blocks
         tensors = read_gguf(model.path).tensors.values()

@@ -10,12 +10,12 @@ from torch import Tensor
 from unpacking import unpacked
 
 from quire.attention.registry import select_backend
-from quire.config.families import FAMILIES
+from quire.config.families import BY_ARCHITECTURE, FAMILIES
 from quire.config.model import ModelConfig
 from quire.errors import ModelLoadError
 from quire.layers.embedding import Embedding
 from quire.layers.linear import Linear
-from quire.models.registry import SUPPORTED_ARCHITECTURES, CausalLM, build_model
+from quire.models.registry import CausalLM, build_model
 from quire.protocol.cache import LayerCache
 from quire.quantization.base import QuantizationMethod
 from quire.quantization.packed import Packed, Packing
@@ -205,7 +205,7 @@ def test_opt_names(make) -> None:
 def test_unknown_architecture_lists_the_supported_ones(make) -> None:
     with pytest.raises(ModelLoadError, match="'BertModel'.*not supported; supported are GPT2LMHeadModel, Gemma2"):
         make(LLAMA | {"architectures": ["BertModel"]})
-    assert len(SUPPORTED_ARCHITECTURES) == len(FAMILIES)
+    assert len(BY_ARCHITECTURE) == len(FAMILIES)
 
 
 @pytest.mark.parametrize(
