@@ -121,7 +121,7 @@ class EngineArgs:
     where the KV cache itself can be as large."""
     kv_events_config: dict[str, Any] | None = option(None)
     """Publish what happens to cached KV blocks, as vLLM does: enable_kv_cache_events, endpoint, ... (JSON)."""
-    kv_cache_dir: str | None = option(None)
+    kv_cache_dir: str | None = option(None, expands=True)
     """Folder in which prefixes outlive the engine: their KV blocks are written there, and read when they recur."""
     kv_cache_dir_size: float = option(32.0, over=0)
     """Most that all models' KV blocks take in that folder, in GiB; those unused for longest go first."""

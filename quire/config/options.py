@@ -5,6 +5,7 @@
 """
 
 import dataclasses
+import os
 import types
 import typing
 from collections.abc import Mapping
@@ -28,7 +29,7 @@ def option(
         least, most: the range of a number, both ends included. `over` among the facts leaves its end out.
         secret: not shown by repr.
         facts: further metadata, for the class itself. `aliases` among them: vLLM's other names for it; `short`: its
-            flag of one dash.
+            flag of one dash; `expands`: a path that may begin with ~.
     """
     metadata = {"least": least, "most": most, "over": None} | facts
     if isinstance(default, list):
@@ -96,6 +97,8 @@ def check_options(options: Any) -> None:
                 raise ConfigError(f"{field.name} must be {_FORMS[form]}, got {got}.")
             if isinstance(value, str) and "\0" in value:
                 raise ConfigError(f"{field.name} has a NUL character, which no name and no file has: {got}.")
+            if field.metadata.get("expands") and os.path.expanduser(str(value)).startswith("~"):
+                raise ConfigError(f"{field.name}: {value!r} is in a home that nobody has; give the whole path.")
         elif kind in (int, float):
             facts = field.metadata
             check_number(field.name, value, kind, facts["least"], facts["most"], facts["over"])

@@ -5,8 +5,8 @@ of prompts, parameters and terms, which `Batches` has an `LLMEngine` run; it hol
 """
 
 import itertools
+import os
 from collections.abc import Callable, Iterable, Sequence
-from os import PathLike
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any, Literal
@@ -347,7 +347,7 @@ class LLM:
         """Whether it takes no requests."""
         return self.llm_engine.core.call("is_sleeping")
 
-    def update_weights(self, weights: str | PathLike[str] | Iterable[tuple[str, Tensor]]) -> bool:
+    def update_weights(self, weights: str | os.PathLike[str] | Iterable[tuple[str, Tensor]]) -> bool:
         """Use other weights of the same model; False (and nothing done) while requests run.
 
         They are loaded beside those in use, which stay where anything is wrong with them; sleep before where there is
@@ -360,8 +360,8 @@ class LLM:
         Raises:
             RequestFailedError: a tensor is missing, too many, or of another shape or type, or a file is broken.
         """
-        if isinstance(weights, str | PathLike):
-            return self.llm_engine.core.call("update_weights", str(Path(weights).expanduser().absolute()))
+        if isinstance(weights, str | os.PathLike):
+            return self.llm_engine.core.call("update_weights", str(Path(os.path.expanduser(weights)).absolute()))
         folder = TemporaryDirectory(prefix="quire-weights-")
         tensors = {name: tensor.detach().contiguous().clone() for name, tensor in weights}
         save_file(tensors, Path(folder.name) / "model.safetensors")

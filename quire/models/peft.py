@@ -8,6 +8,7 @@ messages without its folder. Knows no model: whether the shapes are those of its
 import hashlib
 import json
 import math
+import os
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -87,7 +88,7 @@ def read_adapter(path: str, name: str, max_rank: int = MAX_RANK, max_virtual: in
     Raises:
         AdapterError: files that are missing, damaged, pickles, or ask for what there is not; the message says which.
     """
-    folder = Path(path).expanduser()
+    folder = Path(os.path.expanduser(path))
     text, config = _read_config(folder, name)
     weights = folder / WEIGHTS
     if not weights.is_file():
@@ -120,7 +121,7 @@ def read_adapter(path: str, name: str, max_rank: int = MAX_RANK, max_virtual: in
 
 def num_virtual_tokens(path: str, name: str) -> int:
     """How many an adapter's configuration says that it has, 0 of a LoRA; whether it has them `read_adapter` says."""
-    _, config = _read_config(Path(path).expanduser(), name)
+    _, config = _read_config(Path(os.path.expanduser(path)), name)
     return 0 if config["peft_type"] == "LORA" else number(config.get("num_virtual_tokens"), int) or 1
 
 

@@ -52,9 +52,9 @@ class ServerArgs:
     """Adapters that requests may name as their model: name=path, or JSON of name and path, each."""
     prompt_adapters: list[str] | None = option(None)
     """Prompt adapters, likewise. Either option takes adapters of either kind."""
-    allowed_adapter_dir: str | None = option(None)
+    allowed_adapter_dir: str | None = option(None, expands=True)
     """Folder of adapters that clients may load by /v1/load_lora_adapter; none may be without."""
-    models_dir: str | None = option(None)
+    models_dir: str | None = option(None, expands=True)
     """Folder of models: each sub-folder with a config.json or *.gguf is one, under its name. Loaded at first use."""
     keep_alive: float | None = option(None, -1)
     """Seconds without work after which one of several models is unloaded, 300 by default; 0 at once, -1 never. One

@@ -180,6 +180,15 @@ def test_a_path_with_a_nul_is_refused(option: str) -> None:
         EngineArgs(**given)
 
 
+NOWHERE = "~nobody-is-called-so/x"
+
+
+@pytest.mark.parametrize(("kind", "option"), [(EngineArgs, "kv_cache_dir"), (ServerArgs, "allowed_adapter_dir")])
+def test_a_home_that_nobody_has_is_refused(kind: Any, option: str) -> None:
+    with pytest.raises(ConfigError, match=rf"^{option}: '{NOWHERE}' is in a home that nobody has; give the whole path"):
+        kind(**{option: NOWHERE})
+
+
 def test_paths_are_texts(tmp_path: Path) -> None:
     args = engine_args(model=tmp_path, tokenizer=tmp_path / "x", download_dir=tmp_path)
     assert (args.model, args.tokenizer, args.download_dir) == (str(tmp_path), str(tmp_path / "x"), str(tmp_path))

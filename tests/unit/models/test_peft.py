@@ -67,6 +67,8 @@ def test_patterns_that_are_taken(pattern: str, tmp_path: Path) -> None:
 def test_files_that_are_missing_or_damaged(tmp_path: Path) -> None:
     with pytest.raises(InvalidRequestError, match=r"no adapter_config\.json that can be read"):
         read_adapter(str(tmp_path / "none"), "voice")
+    with pytest.raises(InvalidRequestError, match=r"no adapter_config\.json that can be read"):
+        read_adapter("~nobody-is-called-so/x", "voice")
     path = write_adapter(tmp_path / "voice", factors({NAME: (8, 8)}, 4, 1), 4)
     with pytest.raises(InvalidRequestError, match=r"has rank 4, over max_lora_rank=2"):
         read_adapter(str(path), "voice", 2)
