@@ -182,15 +182,8 @@ def _multiply(
         TYPE=tl.uint8 if group else TYPES[weight.dtype],
         CODES=CODES.get(weight.dtype),
         GROUP=group,
-        BLOCK_M=tiles.block_m,
-        BLOCK_N=tiles.block_n,
-        BLOCK_K=tiles.block_k,
-        EVEN=size % tiles.block_k == 0,
-        TURNED=tiles.turned,
         NEIGHBOURS=NEIGHBOURS,
-        num_warps=tiles.num_warps,
-        num_stages=tiles.num_stages,
-        enable_fp_fusion=x.dtype == torch.float32,
+        **tiles.constants(x),
     )
     return out
 

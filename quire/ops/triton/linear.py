@@ -175,19 +175,12 @@ def quantized_linear(
         *(_linear, (tiles.num_programs,)),
         *(*inputs, scales, zeros, bias, out, num_rows, num_columns, size, x.stride(0), weight.stride(0)),
         0 if scales is None else scales.shape[1],
-        BLOCK_M=tiles.block_m,
-        BLOCK_N=tiles.block_n,
-        BLOCK_K=tiles.block_k,
-        EVEN=size % tiles.block_k == 0,
+        **tiles.constants(x),
         CODES=CODES.get(weight.dtype),
         GROUP=group,
-        TURNED=tiles.turned,
         DESCRIBED=described,
         NEIGHBOURS=NEIGHBOURS,
         LINES=LINES if tiles.turned and weight.stride(0) * weight.itemsize >= 128 * LINES else 0,
-        num_warps=tiles.num_warps,
-        num_stages=tiles.num_stages,
-        enable_fp_fusion=x.dtype == torch.float32,  # every product of a chain with its sum
     )
     return out
 

@@ -13,10 +13,11 @@
 """
 
 from functools import cache
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import triton
+from torch import Tensor
 
 LEFT_ROWS = {9: 64, 10: 128}  # by the major number of the compute capability; else 16
 INTERPRETER = (0, 0)  # the capability of none
@@ -51,6 +52,14 @@ class Tiles(NamedTuple):
     num_programs: int
     turned: bool
     described: bool
+
+    def constants(self, x: Tensor) -> dict[str, Any]:
+        """What the kernels are told of them, as arguments of `launch`; `x`: the rows to multiply."""
+        blocks = {"BLOCK_M": self.block_m, "BLOCK_N": self.block_n, "BLOCK_K": self.block_k}
+        told = {"EVEN": x.shape[1] % self.block_k == 0, "TURNED": self.turned}
+        how = {"num_warps": self.num_warps, "num_stages": self.num_stages}
+        # In float32 every product of a chain is fused with its sum.
+        return {**blocks, **told, **how, "enable_fp_fusion": x.dtype == torch.float32}
 
 
 @cache
