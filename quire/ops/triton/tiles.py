@@ -79,40 +79,67 @@ def choose(where: Processors, num_rows: int, num_columns: int, x_bits: int, weig
     bytes under way. More are bound by the products: tiles as large as registers hold.
     """
     interpreted, hopper = where.capability == INTERPRETER, where.capability[0] == 9
-    least, few = LEFT_ROWS.get(where.capability[0], 16), num_rows <= 64
-    turned = (hopper or interpreted) and x_bits < 32 and (few or weight_bits < x_bits)
-    if few:
-        rows = max(16 if turned else least, triton.next_power_of_2(num_rows))
-        block_m, block_n = rows, 64 if turned else _narrow(where, rows, num_columns, x_bits)
-    else:
-        sizes = _FP32 if x_bits == 32 else _TURNED if turned else _LARGEST if hopper else _LARGE
-        if x_bits < 32 and not turned:
-            sizes = {size: cost for size, cost in sizes.items() if size[0] >= least}
-        block_m, block_n = (128, 128) if interpreted else _fastest(sizes, where, num_rows, num_columns)
+    few, coded = num_rows <= 64, weight_bits < x_bits
+    turned = (hopper or interpreted) and x_bits < 32 and (few or coded)
+    kind = _Kind(where, few, coded, turned, x_bits, weight_bits, interpreted, hopper)
+    block_m, block_n = _rows_and_columns(kind, num_rows, num_columns)
+    block_k = _features(kind, square=block_m == block_n)
     num_tiles = triton.cdiv(num_rows, block_m) * triton.cdiv(num_columns, block_n)
-    coded = weight_bits < x_bits
-    if x_bits == 32 and not interpreted:
-        block_k = 64 if few or coded else 32
-    elif few or interpreted:
-        block_k = 256 if hopper and coded else 128  # as many bytes of codes as of others
-    else:
-        block_k = 128 if x_bits == 8 or (coded and block_m == block_n) or (coded and not turned) else 64
-    stage = block_k * (block_m * x_bits + block_n * weight_bits) // 8
     # Two programs on a processor, where there are so many and their registers leave room for it.
     share = 2 if not hopper and num_tiles > where.number and block_m * block_n <= 128 * 64 else 1
-    room = _SHARED_KIB.get(where.capability, 92) * 1024 // share
-    if coded and where.capability[0] in LEFT_ROWS and not turned:
-        room -= block_k * block_n * x_bits // 8  # whose instructions read the widened tile there
-    if turned and coded:
-        most = 4 if weight_bits == 8 and block_m < 256 else 3
-    else:
-        most = 3 if x_bits == 32 and not few else 6
-    num_stages = max(2, min(room // stage, most))
+    num_stages = _stages(kind, share, block_m, block_n, block_k)
     num_programs = num_tiles if few else min(num_tiles, where.number * share)
     num_warps = 8 if block_m * block_n >= 128 * 128 else 4
-    described = not few and not turned and x_bits == 16
-    described &= where.capability[0] in LEFT_ROWS or interpreted
+    described = not few and not turned and x_bits == 16 and (where.capability[0] in LEFT_ROWS or interpreted)
     return Tiles(block_m, block_n, block_k, num_warps, num_stages, num_programs, turned, described)
+
+
+class _Kind(NamedTuple):
+    """What a product is like: of few rows, by codes, with the weights as its left factor; and where."""
+
+    where: Processors
+    few: bool
+    coded: bool
+    turned: bool
+    x_bits: int
+    weight_bits: int
+    interpreted: bool
+    hopper: bool
+
+
+def _rows_and_columns(kind: _Kind, num_rows: int, num_columns: int) -> tuple[int, int]:
+    least = LEFT_ROWS.get(kind.where.capability[0], 16)
+    if kind.few:
+        rows = max(16 if kind.turned else least, triton.next_power_of_2(num_rows))
+        return rows, 64 if kind.turned else _narrow(kind.where, rows, num_columns, kind.x_bits)
+    if kind.interpreted:
+        return 128, 128
+    sizes = _FP32 if kind.x_bits == 32 else _TURNED if kind.turned else _LARGEST if kind.hopper else _LARGE
+    if kind.x_bits < 32 and not kind.turned:
+        sizes = {size: cost for size, cost in sizes.items() if size[0] >= least}
+    return _fastest(sizes, kind.where, num_rows, num_columns)
+
+
+def _features(kind: _Kind, square: bool) -> int:
+    """How many a tile has; `square`: as many rows as columns."""
+    if kind.x_bits == 32 and not kind.interpreted:
+        return 64 if kind.few or kind.coded else 32
+    if kind.few or kind.interpreted:
+        return 256 if kind.hopper and kind.coded else 128  # as many bytes of codes as of others
+    return 128 if kind.x_bits == 8 or (kind.coded and (square or not kind.turned)) else 64
+
+
+def _stages(kind: _Kind, share: int, block_m: int, block_n: int, block_k: int) -> int:
+    """How many tiles of both factors are under way: as many as the memory that `share` programs have has room for."""
+    room = _SHARED_KIB.get(kind.where.capability, 92) * 1024 // share
+    if kind.coded and kind.where.capability[0] in LEFT_ROWS and not kind.turned:
+        room -= block_k * block_n * kind.x_bits // 8  # whose instructions read the widened tile there
+    if kind.turned and kind.coded:
+        most = 4 if kind.weight_bits == 8 and block_m < 256 else 3
+    else:
+        most = 3 if kind.x_bits == 32 and not kind.few else 6
+    stage = block_k * (block_m * kind.x_bits + block_n * kind.weight_bits) // 8
+    return max(2, min(room // stage, most))
 
 
 def _narrow(where: Processors, rows: int, num_columns: int, x_bits: int) -> int:
