@@ -43,7 +43,7 @@ def _run(x: Tensor, name: str, gated: bool) -> Tensor:
     rows = rows if rows.stride(-1) == 1 else rows.contiguous()
     size = x.shape[-1] // 2 if gated else x.shape[-1]
     out = torch.empty(*x.shape[:-1], size, dtype=x.dtype, device=x.device)
-    grid = (rows.shape[0], triton.cdiv(size, BLOCK))
+    grid = (rows.shape[0], -(-size // BLOCK))
     launch(_activation, grid, rows, out, rows.stride(0), size, NAME=name, GATED=gated, BLOCK=BLOCK)
     return out
 

@@ -391,8 +391,8 @@ def _tile(query: Tensor, num_sequences: int, itemsize: int, spec: AttentionSpec)
     has_warp_groups, shared_bytes = _limits(query.device)
     wide = spec.head_dim > 128
     prompts = has_warp_groups and not wide and len(query) >= PROMPT_TOKENS * num_sequences
-    rows = max(PROMPT_ROWS if prompts else ROWS, triton.next_power_of_2(spec.num_heads // spec.num_kv_heads))
-    columns = triton.next_power_of_2(spec.head_dim)
+    rows = max(PROMPT_ROWS if prompts else ROWS, 1 << (spec.num_heads // spec.num_kv_heads - 1).bit_length())
+    columns = 1 << (spec.head_dim - 1).bit_length()
     size = columns * query.dtype.itemsize
     span = SPAN if size <= 256 else SPAN // 2 if size <= 512 else SPAN // 4
     room = (shared_bytes - rows * size) // (2 * span * columns * itemsize)

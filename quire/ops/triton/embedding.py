@@ -25,6 +25,6 @@ def embedding(ids: Tensor, table: Tensor) -> Tensor:
     """As `quire.ops.embedding`; zeros for an id that the table has no row for."""
     size = table.shape[1]
     out = torch.empty(ids.shape[0], size, dtype=table.dtype, device=table.device)
-    grid = (ids.shape[0], triton.cdiv(size, BLOCK))
+    grid = (ids.shape[0], -(-size // BLOCK))
     launch(_embedding, grid, ids.contiguous(), table, out, table.shape[0], table.stride(0), size, BLOCK=BLOCK)
     return out

@@ -144,7 +144,7 @@ def mix(x: Tensor, weights: Tensor, chosen: Tensor, experts: Experts) -> Tensor:
     gate_up, down = experts.weights
     inner = experts.activation(_multiply(x.contiguous(), "first", gate_up, (order, starts, top_k), experts))
     answers = _multiply(inner, "second", down, (order, starts, 1), experts)
-    grid = (num_rows, triton.cdiv(x.shape[1], _COLUMNS))
+    grid = (num_rows, -(-x.shape[1] // _COLUMNS))
     launch(_add_up, grid, answers, weights, out, x.shape[1], TOP_K=top_k, BLOCK=_COLUMNS)
     return out
 
@@ -166,13 +166,13 @@ def _multiply(
     out = torch.empty(len(order), num_columns, dtype=x.dtype, device=x.device)
     used = min(experts.count, len(order))
     bits = 4 if weight.dtype == torch.uint8 else weight.itemsize * 8
-    share = triton.cdiv(len(order), experts.count)  # of an expert, if all get as many
+    share = -(-len(order) // experts.count)  # of an expert, if all get as many
     tiles = choose(processors(x.device), share, num_columns * max(used, 1), x.itemsize * 8, bits)
     ends = ((starts.diff() + tiles.block_m - 1) // tiles.block_m).cumsum(0, dtype=torch.int32)
     first_tiles = torch.cat((ends.new_zeros(1), ends))
-    tall = min(len(order), triton.cdiv(len(order), tiles.block_m) + used)
+    tall = min(len(order), -(-len(order) // tiles.block_m) + used)
     launch(
-        *(_products, (tall * triton.cdiv(num_columns, tiles.block_n),)),
+        *(_products, (tall * -(-num_columns // tiles.block_n),)),
         *(x, told.get("weight", told.get("codes")), told.get("scales"), told.get("zeros")),
         *(order, starts, first_tiles, out, tall, num_columns, size, weight.stride(0)),
         0 if scales is None else scales.shape[1],

@@ -65,10 +65,10 @@ def _run(
     x, residual = aligned(x), None if residual is None else aligned(residual)
     out, total = torch.empty_like(x), x if residual is None else torch.empty_like(x)
     size = x.shape[-1]
-    num_rows, block = x.numel() // size, triton.next_power_of_2(size)
+    num_rows, block = x.numel() // size, 1 << (size - 1).bit_length()
     rows = max(1, 1024 // block)
     launch(
-        *(_norm, (triton.cdiv(num_rows, rows),)),
+        *(_norm, (-(-num_rows // rows),)),
         *(x, residual, weight, bias, out, total, num_rows, eps),
         SIZE=size,
         BLOCK=block,

@@ -8,7 +8,7 @@ sequence.
 """
 
 # Triton's functions say that they may return tuples, and take what they call constexpr.
-# pyright: reportArgumentType=false, reportAttributeAccessIssue=false, reportOperatorIssue=false
+# pyright: reportArgumentType=false, reportAttributeAccessIssue=false, reportOperatorIssue=false, reportGeneralTypeIssues=false
 
 import math
 from dataclasses import dataclass

@@ -5,7 +5,7 @@ on. Only the parts of a row are read that can have any of them. Launched by samp
 """
 
 # Triton's functions say that they may return tuples, and take what they call constexpr.
-# pyright: reportArgumentType=false, reportAttributeAccessIssue=false, reportOperatorIssue=false
+# pyright: reportArgumentType=false, reportAttributeAccessIssue=false, reportOperatorIssue=false, reportGeneralTypeIssues=false
 
 import triton
 import triton.language as tl

@@ -16,7 +16,6 @@ from functools import cache
 from typing import Any, NamedTuple
 
 import torch
-import triton
 from torch import Tensor
 
 LEFT_ROWS = {9: 64, 10: 128}  # by the major number of the compute capability; else 16
@@ -84,7 +83,7 @@ def choose(where: Processors, num_rows: int, num_columns: int, x_bits: int, weig
     kind = _Kind(where, few, coded, turned, x_bits, weight_bits, interpreted, hopper)
     block_m, block_n = _rows_and_columns(kind, num_rows, num_columns)
     block_k = _features(kind, square=block_m == block_n)
-    num_tiles = triton.cdiv(num_rows, block_m) * triton.cdiv(num_columns, block_n)
+    num_tiles = -(-num_rows // block_m) * -(-num_columns // block_n)
     # Two programs on a processor, where there are so many and their registers leave room for it.
     share = 2 if not hopper and num_tiles > where.number and block_m * block_n <= 128 * 64 else 1
     num_stages = _stages(kind, share, block_m, block_n, block_k)
@@ -110,7 +109,7 @@ class _Kind(NamedTuple):
 def _rows_and_columns(kind: _Kind, num_rows: int, num_columns: int) -> tuple[int, int]:
     least = LEFT_ROWS.get(kind.where.capability[0], 16)
     if kind.few:
-        rows = max(16 if kind.turned else least, triton.next_power_of_2(num_rows))
+        rows = max(16 if kind.turned else least, 1 << (num_rows - 1).bit_length())
         return rows, 64 if kind.turned else _narrow(kind.where, rows, num_columns, kind.x_bits)
     if kind.interpreted:
         return 128, 128
@@ -145,7 +144,7 @@ def _stages(kind: _Kind, share: int, block_m: int, block_n: int, block_k: int) -
 def _narrow(where: Processors, rows: int, num_columns: int, x_bits: int) -> int:
     """Columns of a tile of few rows: the most of which nearly all processors get some."""
     columns = 32 if rows <= 16 and x_bits < 32 else 64
-    while columns > 16 and triton.cdiv(num_columns, columns) < where.number * 9 // 10:
+    while columns > 16 and -(-num_columns // columns) < where.number * 9 // 10:
         columns //= 2
     return columns
 
@@ -154,7 +153,7 @@ def _fastest(sizes: dict[tuple[int, int], float], where: Processors, rows: int, 
     """The tile that all processors together have done with first."""
 
     def cost(size: tuple[int, int]) -> float:
-        num_tiles = triton.cdiv(rows, size[0]) * triton.cdiv(columns, size[1])
-        return sizes[size] * triton.cdiv(num_tiles, where.number)
+        num_tiles = -(-rows // size[0]) * -(-columns // size[1])
+        return sizes[size] * -(-num_tiles // where.number)
 
     return min(sizes, key=cost)
