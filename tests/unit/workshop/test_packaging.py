@@ -42,6 +42,13 @@ def test_constraints_are_plain_pins() -> None:
     assert not re.search(r"://|@|file:|/", (ROOT / "constraints.txt").read_text())
 
 
+def test_triton_is_what_torch_for_cuda_asks_for() -> None:
+    """Or pip sets up no machine with a GPU; torch for CPUs, which tests run with, asks for none."""
+    assert (PINNED["torch"], PINNED["triton"]) == ("2.13.0", "3.7.1"), (
+        "look what the metadata of another torch asks for"
+    )
+
+
 def test_runtime_needs_no_transformers() -> None:
     assert "transformers" not in {requirement_name(r) for r in PROJECT["dependencies"]}
 
