@@ -48,8 +48,7 @@ constexpr int streamed_floats(Type type) {
     if (is_blocks(type)) return comes_turned(type) ? 4 : 0;
     return type == Type::i8_turned ? 4 : type == Type::bf16_turned ? kPairRows : type == Type::i4 ? kFewRows : 0;
 }
-constexpr int float_group(Type type) { return is_blocks(type) || type == Type::i8_turned ? 4 : kFewRows; }  // of them meet weights at once
-constexpr int floats_of_x(Type type) { return type == Type::i8_turned ? 64 : 32; }                          // of a tile's row
+constexpr int floats_of_x(Type type) { return type == Type::i8_turned ? 64 : 32; }  // of a tile's row
 
 // Rows 4i + 2 * pair and the one after it of a tile, i = 0..3, of eight bits or more a weight.
 template <Type kType, int pair, class Scales>
@@ -374,8 +373,8 @@ inline void stream_floats(const uint8_t* tile, int64_t num_tiles, int64_t tile_b
 // Likewise a block times all rows -> sums[row][16]. More than a group's meet some tiles in two groups, the second from L1.
 template <Type kType>
 inline void stream_floats(const uint8_t* block, int64_t num_tiles, int64_t tile_bytes, const float* x, int64_t num_rows, float* sums) {
-    constexpr int kMost = float_group(kType), kGroups = streamed_floats(kType) > kMost ? 2 : 1;
-    alignas(64) float lanes[streamed_floats(kType) * 64];
+    constexpr int kRows = streamed_floats(kType), kGroups = kRows > kFewRows ? 2 : 1, kMost = kGroups == 2 ? kFewRows : kRows;
+    alignas(64) float lanes[kRows * 64];
     std::memset(lanes, 0, num_rows * 256);
     const bool one = num_rows <= kMost;
     const int64_t group = one ? num_rows : (num_rows + 1) / 2, piece = one ? num_tiles : kPieceTiles, step = num_rows * floats_of_x(kType);
