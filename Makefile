@@ -16,7 +16,7 @@ WITH_CMAKE := PATH="$$PATH:$(CURDIR)/.venv/bin"
 # QUIRE_NO_NATIVE=1 leaves the kernels out here as it does with pip.
 NATIVE := $(if $(QUIRE_NO_NATIVE),,build/native.stamp)
 
-# Tests run in this many processes, three on two cores, as a seventh of each one's time is waiting. A file's tests stay
+# Tests run in this many processes, three on two cores, as a quarter of each one's time is waiting. A file's tests stay
 # together, as they share what they have loaded.
 WORKERS ?= $(shell n=$$(nproc 2>/dev/null || echo 2); n=$$((n + n / 2)); echo $$((n < 4 ? n : 4)))
 PYTEST := $(PY) -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder
@@ -54,6 +54,7 @@ demo: .venv/runtime.stamp $(NATIVE)
 test: .venv/dev.stamp $(NATIVE)
 	@$(PYTEST)
 
+check: export WORKERS := $(WORKERS)
 check: .venv/dev.stamp $(NATIVE)
 	@$(PY) tools/check.py
 

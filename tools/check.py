@@ -11,8 +11,7 @@ import time
 from concurrent.futures import ThreadPoolExecutor
 
 _PYTHON = sys.executable
-# No more, as in make test: the quick ones seldom wait, and each process takes 13 s to collect them.
-_WORKERS = os.environ.get("WORKERS", str(min(os.cpu_count() or 1, 4)))
+_WORKERS = os.environ.get("WORKERS", str(min(os.cpu_count() or 1, 4)))  # make gives it: as many as in make test
 _TOGETHER = ["--dist", "loadfile", "--no-loadscope-reorder"]  # a file's tests share what they have loaded
 _BESIDE = "pyright"
 _GATES: dict[str, list[str]] = {

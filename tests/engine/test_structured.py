@@ -409,6 +409,7 @@ def test_behind_an_event_loop(where: Any) -> None:
     asyncio.run(serve())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("method", "model"), [("eagle", "demo-eagle"), ("draft_model", "demo-draft")])
 def test_a_drafted_end_ends_the_output(method: str, model: str) -> None:
     """What would follow it is drawn as well, and left: it must not fail for want of an allowed token."""

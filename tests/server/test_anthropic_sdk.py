@@ -8,6 +8,8 @@ import pytest
 from pydantic import TypeAdapter
 from serving import RunningServer
 
+pytestmark = pytest.mark.slow  # for that import
+
 USER: Any = [{"role": "user", "content": "Tell me a story."}]
 # Beside its own fields the SDK sends what else a request may have.
 FIELDS: dict[str, Any] = {"model": "demo", "max_tokens": 12, "extra_body": {"temperature": 0, "top_k": 5, "top_p": 0.9}}

@@ -104,6 +104,7 @@ for heads, head_dim, block_size, options in CASES:
 """
 
 
+@pytest.mark.slow
 def test_bits_by_pairs_and_as_floats() -> None:
     """Whichever a CPU has done with first: the same bits."""
     assert len(told_both_ways(IN_BOTH_WAYS, Path(__file__).parent)) == 16

@@ -90,7 +90,9 @@ OPTIONS: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
-@pytest.mark.parametrize(("dtype", "programs"), [(torch.bfloat16, 0), (torch.float32, 1000)])
+@pytest.mark.parametrize(
+    ("dtype", "programs"), [(torch.bfloat16, 0), pytest.param(torch.float32, 1000, marks=pytest.mark.slow)]
+)
 def test_options(options: dict[str, Any], dtype: torch.dtype, programs: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """By programs that walk all the keys, and by several with a span each."""
     monkeypatch.setattr(attention, "PROGRAMS", programs)

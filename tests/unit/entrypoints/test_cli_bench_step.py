@@ -25,6 +25,7 @@ SMALL = [
 ]
 
 
+@pytest.mark.slow
 @needs_kernels
 def test_a_run_on_the_demo(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """What is counted is what the model's shape and the batch make: 5 layers of width 256 and 4 KV heads of 32."""

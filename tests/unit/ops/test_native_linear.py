@@ -71,6 +71,7 @@ for type in DENSE:
 """
 
 
+@pytest.mark.slow
 def test_bf16_by_pairs_and_as_floats() -> None:
     """Whichever a CPU has done with first: the same bits."""
     assert len(told_both_ways(IN_BOTH_WAYS, Path(__file__).parent)) == len(DENSE) * 30

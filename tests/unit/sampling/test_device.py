@@ -174,6 +174,7 @@ dtypes = st.sampled_from([torch.float32, torch.bfloat16])
 no_deadline = settings(deadline=None, suppress_health_check=[HealthCheck.too_slow])
 
 
+@pytest.mark.slow
 @settings(no_deadline, max_examples=4)
 @given(seeds, vocabs, dtypes, st.integers(1, 3))
 def test_draws_what_the_host_draws_with_two_steps_in_flight(seed, vocab, dtype, num_rows) -> None:

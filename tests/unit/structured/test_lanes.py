@@ -37,6 +37,7 @@ def take(grammars: GrammarManager, num: int) -> list[tuple[bytes, Any]]:
     return found
 
 
+@pytest.mark.slow
 def test_nobody_waits_for_a_bomb(grammars: GrammarManager, monkeypatch: pytest.MonkeyPatch) -> None:
     """Large ones take all that each lane gives them, and in the last one longer than the others together."""
     passes, others_are_there = Trial.passes, threading.Event()

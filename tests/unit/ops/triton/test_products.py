@@ -81,7 +81,13 @@ def grouped(kind: str, num_columns: int, size: int) -> tuple[Tensor, Tensor, Ten
 @pytest.mark.sweep
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("kind", ["U4_32", "U4_128", "U8_32", "U8_128", "F8_128"])
-@pytest.mark.parametrize(("num_columns", "size"), [(33, 32), (7, 96), (1, 160), (70, 256), (200, 288), (16, 544)])
+@pytest.mark.parametrize(
+    ("num_columns", "size"),
+    [
+        *((33, 32), (7, 96), (1, 160), (70, 256)),
+        *(pytest.param(*large, marks=pytest.mark.slow) for large in ((200, 288), (16, 544))),
+    ],
+)
 def test_grouped(installed: str, kind: str, dtype: torch.dtype, num_columns: int, size: int) -> None:
     """Products with a checkpoint's own codes are, to the last bit, those with what they stand for."""
     codes, scales, zeros = (part.to(installed) for part in grouped(kind, num_columns, size))
