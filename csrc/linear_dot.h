@@ -372,7 +372,7 @@ inline void stream_floats(const uint8_t* tile, int64_t num_tiles, int64_t tile_b
 
 // Likewise a block times all rows -> sums[row][16]. More than a group's meet some tiles in two groups, the second from L1.
 template <Type kType>
-inline void stream_floats(const uint8_t* block, int64_t num_tiles, int64_t tile_bytes, const float* x, int64_t num_rows, float* sums) {
+inline void stream_groups(const uint8_t* block, int64_t num_tiles, int64_t tile_bytes, const float* x, int64_t num_rows, float* sums) {
     constexpr int kRows = streamed_floats(kType), kGroups = kRows > kFewRows ? 2 : 1, kMost = kGroups == 2 ? kFewRows : kRows;
     alignas(64) float lanes[kRows * 64];
     std::memset(lanes, 0, num_rows * 256);
@@ -701,7 +701,7 @@ inline void linear_dot_of(const LinearArgs& a, Context& context) {
                 });
             });
             else if constexpr (kFloatRows) stream_rows(blocks, range, [&](const uint8_t* weights, float* sums) {
-                stream_floats<kType>(weights, a.weight.num_tiles(), a.weight.tile_bytes(), reinterpret_cast<const float*>(rows.x), a.num_rows, sums);
+                stream_groups<kType>(weights, a.weight.num_tiles(), a.weight.tile_bytes(), reinterpret_cast<const float*>(rows.x), a.num_rows, sums);
             });
         } while (tasks.take(task));
     });

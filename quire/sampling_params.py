@@ -19,7 +19,7 @@ from quire.structured_outputs import CONSTRAINTS
 from quire.structured_outputs import GuidedDecodingParams as GuidedDecodingParams
 from quire.structured_outputs import StructuredOutputsParams as StructuredOutputsParams
 from quire.utils.keywords import NamesUnknownKeywords
-from quire.utils.values import items, number, plain, strings, token_ids
+from quire.utils.values import decimal, items, number, plain, strings, token_ids
 
 GREEDY_TEMPERATURE = 1e-5  # below this a request is greedy
 MIN_TEMPERATURE = 1e-2  # the lowest that tokens are drawn at: below it, a request is as good as greedy
@@ -340,8 +340,7 @@ def _logit_bias(value: Any) -> dict[int, float]:
         raise broken("logit_bias", value, "a dict of token id -> bias")
     biases: dict[int, float] = {}
     for key, given in value.items():
-        is_text = isinstance(key, str) and key.isdecimal() and len(key) < 20  # as JSON's keys are
-        token_id = int(key) if is_text else number(key, int)
+        token_id = decimal(key) if isinstance(key, str) else number(key, int)  # JSON's keys are texts
         if token_id is None or token_id < 0:
             raise broken("logit_bias", key, "keyed by token ids (integers >= 0)")
         bias = number(given, float)

@@ -21,6 +21,7 @@ from quire.config.speculative import CACHED_METHODS, EAGLE_METHODS, HEAD_METHODS
 from quire.errors import ConfigError, InvalidRequestError, NotYetSupportedError
 from quire.sampling_params import GENERATION_KEYS, SamplingParams
 from quire.utils.hub import HEAD_PATTERNS, resolve_model_path
+from quire.utils.values import decimal
 
 logger = logging.getLogger(__name__)
 
@@ -212,8 +213,7 @@ class EngineArgs:
             raise ConfigError(f"pipeline_parallel_size={stages} exceeds the model's {num_layers} layers; lower it.")
         if self.pp_partition is None:
             return tuple((num_layers + stages - 1 - stage) // stages for stage in range(stages))
-        parts = self.pp_partition.split(",")
-        given = tuple(int(part) if part.strip().isdecimal() and len(part) < 20 else 0 for part in parts)
+        given = tuple(decimal(part.strip()) or 0 for part in self.pp_partition.split(","))
         if len(given) != stages or sum(given) != num_layers or not all(given):
             raise ConfigError(
                 f"pp_partition={self.pp_partition!r:.80} must be {stages} numbers above 0 (pipeline_parallel_size), as "

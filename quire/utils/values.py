@@ -35,6 +35,11 @@ def number(value: Any, kind: type[Number]) -> Number | None:
         return None
 
 
+def decimal(text: str) -> int | None:
+    """The number that digits stand for; None of other texts, and of more digits than 64 bits hold."""
+    return int(text) if text.isdecimal() and len(text) < 20 else None
+
+
 def items(field: str, value: Any, what: str) -> list[Any]:
     """The items of a list of any kind; [] of None."""
     if value is None or type(value) is list:

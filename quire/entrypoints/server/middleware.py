@@ -24,6 +24,7 @@ from quire.entrypoints.server.errors import AuthenticationError, error_response,
 from quire.entrypoints.server.prometheus import HttpCounts
 from quire.entrypoints.server.state import ServerState
 from quire.errors import QuireError
+from quire.utils.values import decimal
 
 logger = logging.getLogger("quire")
 
@@ -218,5 +219,5 @@ class RequestLimits:
 
 def _content_length(headers: Iterable[tuple[bytes, bytes]]) -> int:
     """What they say of a body's length; 0: nothing that is one."""
-    given = (value for name, value in headers if name == b"content-length")
-    return max((int(value) for value in given if value.isdigit() and len(value) < 20), default=0)
+    given = [decimal(value.decode("latin-1")) or 0 for name, value in headers if name == b"content-length"]
+    return max(given, default=0)

@@ -63,8 +63,7 @@ def _check_biases(value: object) -> object:
         raise ValueError(f"has {len(value)} entries; at most {MAX_BIASES} are taken")
     for key in value if isinstance(value, dict) else ():
         if not (isinstance(key, str) and key.isdecimal() and len(key) <= 10):
-            shown = repr(key) if len(repr(key)) <= 40 else repr(key)[:40] + "..."
-            raise ValueError(f"keys must be token ids in decimal, not {shown}")
+            raise ValueError(f"keys must be token ids in decimal, not {key!r:.40}")
     return value
 
 
