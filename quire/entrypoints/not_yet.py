@@ -14,6 +14,7 @@ from quire.config.engine_args import EngineArgs
 from quire.errors import ConfigError
 from quire.utils import answers as tables
 from quire.utils.suggest import hint
+from quire.utils.values import plain
 
 _PATH = Path(__file__).with_name("not_yet.txt")
 answers = partial(tables.read_answers, _PATH)
@@ -31,12 +32,11 @@ def engine_args(**kwargs: Any) -> EngineArgs:
         if aliases[alias] in kwargs:
             raise ConfigError(f"{alias} and {aliases[alias]} are two names of one option; give one of them.")
         kwargs[aliases[alias]] = kwargs.pop(alias)
-    for name in [*kwargs]:
-        if name not in known:
-            if take_anyway(name, kwargs[name]):
-                del kwargs[name]
-                continue
+    for name in [name for name in kwargs if name not in known]:
+        if not take_anyway(name, kwargs[name]):
             remedy = hint(name, known, "See quire.EngineArgs for the options there are.")
             raise ConfigError(f"unknown engine argument {name!r}. {remedy}")
+        del kwargs[name]
     given: dict[str, Any] = {name: v for name, v in kwargs.items() if v is not None or name == "model"}
-    return EngineArgs(**{name: os.fspath(v) if isinstance(v, os.PathLike) else v for name, v in given.items()})
+    given["dtype"] = str(given.get("dtype", "auto")).removeprefix("torch.")  # torch.bfloat16, too
+    return EngineArgs(**{name: os.fspath(v) if isinstance(v, os.PathLike) else plain(v) for name, v in given.items()})

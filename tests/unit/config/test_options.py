@@ -8,6 +8,7 @@ from typing import Any, Literal, get_type_hints
 
 import numpy as np
 import pytest
+import torch
 
 from quire.config.engine_args import EngineArgs
 from quire.config.options import check_options, choices_of, option, option_of
@@ -194,3 +195,10 @@ def test_paths_are_texts(tmp_path: Path) -> None:
     assert (args.model, args.tokenizer, args.download_dir) == (str(tmp_path), str(tmp_path / "x"), str(tmp_path))
     with pytest.raises(ConfigError, match="^model must be a text, got None.$"):
         engine_args(model=None)
+
+
+def test_numbers_of_numpy_and_dtypes_of_torch_are_taken() -> None:
+    args = engine_args(dtype=torch.bfloat16, max_model_len=np.int64(64), gpu_memory_utilization=np.float32(0.5))
+    assert (args.dtype, args.max_model_len, args.gpu_memory_utilization) == ("bfloat16", 64, 0.5)
+    assert type(args.max_model_len) is int
+    assert engine_args(dtype="half").dtype == "half"
