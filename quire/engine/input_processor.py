@@ -213,7 +213,7 @@ class InputProcessor:
 def _read_prompt(prompt: Any) -> tuple[Any, Any, str | None]:
     """Text, token ids and salt of a prompt in any form; the first two are yet to be checked."""
     if isinstance(prompt, dict):
-        unknown = set(prompt) - {"prompt", "prompt_token_ids", "cache_salt"}
+        unknown = {key for key in prompt if prompt[key] is not None} - {"prompt", "prompt_token_ids", "cache_salt"}
         if unknown:
             known = "'prompt' or 'prompt_token_ids', and may have 'cache_salt'"
             raise bad_prompt(f"unknown prompt entry {sorted(unknown)[0]!r}; a prompt dict has {known}.")

@@ -194,6 +194,12 @@ def test_a_bad_prompt_is_refused_before_any_work(llm: LLM, prompt, message: str)
     assert not llm.llm_engine.has_unfinished_requests()
 
 
+def test_entries_of_a_prompt_that_are_none_ask_for_nothing(llm: LLM) -> None:
+    given = [{"prompt": "Hello", "multi_modal_data": None}, {"prompt": "Hello", "prompt_embeds": None}, "Hello"]
+    a, b, c = (each.outputs[0].token_ids for each in llm.generate(given, greedy(3), use_tqdm=False))  # type: ignore
+    assert a == b == c
+
+
 def test_token_ids_may_come_in_an_array(llm: LLM) -> None:
     (listed,) = llm.generate([5, 6, 7], greedy(3), use_tqdm=False)
     for given in (np.array([5, 6, 7]), (5, 6, 7), list(np.array([5, 6, 7], np.uint16))):
