@@ -7,6 +7,7 @@ import time
 from argparse import ArgumentParser, Namespace
 from pathlib import Path
 
+from quire.entrypoints.cli.files import user_path
 from quire.entrypoints.cli.flags import human_bytes, print_table
 from quire.errors import ConfigError
 from quire.utils.suggest import hint
@@ -22,7 +23,7 @@ def add_flags(parser: ArgumentParser) -> None:
     actions_help = "what to do (default: list)"
     parser.add_argument("action", nargs="?", choices=["list", "clear"], default="list", help=actions_help)
     parser.add_argument("name", nargs="?", metavar="NAME", help="model, or file, to clear")
-    parser.add_argument("--kv-cache-dir", metavar="DIR", help="of the prefixes kept in this folder, not of weights")
+    parser.add_argument("--kv-cache-dir", metavar="DIR", type=user_path, help="of prefixes kept there, not of weights")
     parser.add_argument("--all", action="store_true", help="clear everything")
 
 
@@ -31,7 +32,7 @@ def run(namespace: Namespace) -> None:
     if namespace.action == "list" and (namespace.name or namespace.all):
         raise ConfigError("'quire cache list' takes no name; 'quire cache clear NAME' removes that one.")
     if namespace.kv_cache_dir is not None:
-        _tell_of_blocks(Path(namespace.kv_cache_dir).expanduser(), namespace.action == "clear", namespace.all)
+        _tell_of_blocks(namespace.kv_cache_dir, namespace.action == "clear", namespace.all)
         return
     if (folder := cache_folder()) is None:
         raise ConfigError("nothing is kept: this user has no home; set XDG_CACHE_HOME.")
@@ -62,16 +63,13 @@ def _tell_of_blocks(folder: Path, clear: bool, everything: bool) -> None:
         raise ConfigError(f"{folder} is no folder.")
     if clear and not everything:
         raise ConfigError("prefixes have no names of their own: give --all.")
-    num_files = num_bytes = num_models = 0
-    for model in sorted({path.parent.parent for path in block_paths(folder)}):
-        num_models += 1
-        for path in list(block_paths(folder, model.name)):
-            num_files += 1
-            num_bytes += path.stat().st_size if path.exists() else 0
-            if clear:
-                remove(path)
+    paths = list(block_paths(folder))
+    num_bytes = sum(path.stat().st_size for path in paths if path.exists())
+    for path in paths if clear else ():
+        remove(path)
+    num_models = len({path.parent.parent for path in paths})
     models = f"{num_models} {'model' if num_models == 1 else 'models'}"
-    print(f"{'removed ' if clear else ''}{human_bytes(num_bytes)} in {num_files} blocks of {models}")
+    print(f"{'removed ' if clear else ''}{human_bytes(num_bytes)} in {len(paths)} blocks of {models}")
 
 
 def _show(files: list[StoredWeights]) -> None:

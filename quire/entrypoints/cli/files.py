@@ -8,6 +8,7 @@ from argparse import ArgumentTypeError
 from collections.abc import Mapping
 from contextlib import nullcontext
 from itertools import islice
+from pathlib import Path
 from typing import Any, TypeVar
 
 import msgspec
@@ -89,6 +90,13 @@ def _sharegpt(conversations: list[_Conversation]) -> list[tuple[Any, int]]:
     pairs = [each.conversations[:2] for each in conversations if len(each.conversations) > 1]
     sized = [(question.value, len(question.value) // 4, len(reply.value) // 4) for question, reply in pairs]
     return [(one, out) for one, num, out in sized if 4 <= num <= 1024 and out >= 4 and num + out <= 2048]
+
+
+def user_path(text: str) -> Path:
+    """A flag's value: a path, which may begin with ~."""
+    if (path := os.path.expanduser(text)).startswith("~"):
+        raise ArgumentTypeError(f"{text!r} is in a home that nobody has; give the whole path")
+    return Path(path)
 
 
 class OutputFile(str):

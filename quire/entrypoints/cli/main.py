@@ -33,8 +33,7 @@ def build_parser() -> Parser:
     _add_leaf(commands, "generate", "continue prompts", generate.add_flags, generate.run)
     _add_leaf(commands, "chat", "talk with a model in the terminal", chat.add_flags, chat.run)
     _add_leaf(commands, "complete", "continue prompts by a running server", complete.add_flags, complete.run)
-    batch_help = "answer a file of requests in OpenAI's batch form"
-    _add_leaf(commands, "run-batch", batch_help, run_batch.add_flags, run_batch.run)
+    _add_leaf(commands, "run-batch", "answer a file of OpenAI's batch requests", run_batch.add_flags, run_batch.run)
     _add_leaf(commands, "plan", "say what a model would take, before loading it", plan.add_flags, plan.run)
     _add_leaf(commands, "quantize", "write a checkpoint in fewer bits", quantize.add_flags, quantize.run)
     bench_help = "measure latency, throughput or what drafts gain"
@@ -120,9 +119,7 @@ def _run(arguments: Sequence[str]) -> int:
         if unknown:
             namespace.parser.refuse(unknown)
         namespace.run(namespace)
-    except (QuireError, RuntimeError) as error:
-        if not isinstance(error, QuireError) and "home directory" not in str(error):  # pathlib's words for ~
-            raise
+    except QuireError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2 if isinstance(error, _USAGE_ERRORS) else 1
     except KeyboardInterrupt:

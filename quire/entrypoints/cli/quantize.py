@@ -4,9 +4,9 @@ Knows the flags alone; `quire.entrypoints.cli.quantize_model` does the work, and
 """
 
 from argparse import ArgumentParser, Namespace
-from pathlib import Path
 from typing import Literal
 
+from quire.entrypoints.cli.files import user_path
 from quire.entrypoints.cli.flags import add_counts, add_typed_flag
 from quire.errors import ConfigError
 
@@ -23,10 +23,10 @@ def add_flags(parser: ArgumentParser) -> None:
     """The flags of `quire quantize`."""
     parser.usage = "%(prog)s MODEL OUT --method METHOD [options]"
     parser.add_argument("model", metavar="MODEL", help="model directory or hub id, not quantized")
-    parser.add_argument("out", metavar="OUT", type=Path, help="folder to write, which is new or empty")
+    parser.add_argument("out", metavar="OUT", type=user_path, help="folder to write, which is new or empty")
     parser.add_argument("--method", required=True, choices=[*METHODS], help="; ".join(map(": ".join, METHODS.items())))
     add = parser.add_argument
-    add("--calibration", metavar="FILE", type=Path, help="UTF-8 text like the model's own (default: one of stories)")
+    add("--calibration", metavar="FILE", type=user_path, help="UTF-8 text like its own (default: one of stories)")
     add_counts(parser, ("--num-samples", 128, "sequences of it, an eighth held out"))
     add_counts(parser, ("--length", 512, "tokens of each, at most"))
     add_typed_flag(parser, "bits", Literal[4, 8], None, "Of gptq's codes (default: 4).")
@@ -39,7 +39,7 @@ def add_flags(parser: ArgumentParser) -> None:
 
 def run(namespace: Namespace) -> None:
     """Quantize, and say what it cost."""
-    out, method = namespace.out.expanduser(), namespace.method
+    out, method = namespace.out, namespace.method
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
         raise ConfigError(f"{out} exists and is not empty: name a new folder, or remove what is there.")
     if method != "gptq" and (hasattr(namespace, "bits") or namespace.desc_act):

@@ -121,7 +121,7 @@ def copy_rest(source: Path, folder: Path) -> None:
 
 def write_json(path: Path, value: object) -> None:
     """As checkpoints have it."""
-    path.write_text(json.dumps(value, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
+    path.write_text(json.dumps(value, indent=2) + "\n", encoding="utf-8")
 
 
 def card(model: str, scheme: Scheme, text: str, losses: Sequence[float], errors: Sequence[float]) -> str:

@@ -112,7 +112,7 @@ def _read_text(options: Namespace, config: ModelConfig) -> _Text:
     Raises:
         ConfigError: the file can't be read, or is too short.
     """
-    path = _STORIES if options.calibration is None else options.calibration.expanduser()
+    path = _STORIES if options.calibration is None else options.calibration
     text, tokenizer = read_text(str(path), "--calibration"), load_tokenizer(config.path)
     start, ids = tokenizer.encode(""), tokenizer.encode(text, False)
     length = min(options.length, config.max_model_len, len(start) + len(ids) // _HELD_OUT)

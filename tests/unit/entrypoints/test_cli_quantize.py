@@ -259,6 +259,15 @@ def test_a_name_that_is_no_text(small: Path, tmp_path: Path) -> None:
     assert "of text-?, which it was not" in (out / "README.md").read_text()
 
 
+def test_a_configuration_with_half_a_character_is_written_as_it_is(small: Path, tmp_path: Path) -> None:
+    lone, out = tmp_path / "lone", tmp_path / "out"
+    shutil.copytree(small, lone)
+    config = json.loads((small / "config.json").read_text()) | {"_name_or_path": "x\ud800y"}
+    (lone / "config.json").write_text(json.dumps(config))
+    assert main(["quantize", str(lone), str(out), "--method", "int8", *FEW]) == 0
+    assert json.loads((out / "config.json").read_text())["_name_or_path"] == "x\ud800y"
+
+
 def test_what_is_quantized_already_is_refused(small: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     done = tmp_path / "done"
     assert main(["quantize", str(small), str(done), "--method", "int8", *FEW]) == 0
