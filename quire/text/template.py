@@ -199,7 +199,7 @@ def _read_message(given: Any, where: str, form: str) -> dict[str, Any]:
     if not isinstance(role, str) or not role:
         raise _bad_messages(f"{where} needs a role, such as 'user'; got {role!r}.")
     if isinstance(message.get("tool_calls"), list):
-        message["tool_calls"] = [_read_tool_call(call, where) for call in message["tool_calls"]]
+        message["tool_calls"] = [_read_tool_call(call) for call in message["tool_calls"]]
     if not message.get("tool_calls"):
         message.pop("tool_calls", None)
     reasoning = next((message[name] for name in _REASONING_FIELDS if name in message), None)
@@ -212,16 +212,16 @@ def _read_message(given: Any, where: str, form: str) -> dict[str, Any]:
     return message
 
 
-def _read_tool_call(call: Any, where: str) -> Any:
+def _read_tool_call(call: Any) -> Any:
     function = call.get("function") if isinstance(call, dict) else None
     if not isinstance(function, dict):
         return call
-    arguments = function.get("arguments")
-    if isinstance(arguments, str) and arguments.strip():
+    arguments = text = function.get("arguments")
+    if isinstance(text, str) and text.strip():
         with suppress(ValueError, RecursionError):
-            arguments = json.loads(arguments)
-        if not isinstance(arguments, dict):
-            raise _bad_messages(f"{where}: the arguments of tool call {function.get('name')!r} are no JSON object.")
+            arguments = json.loads(text)
+        if not isinstance(arguments, dict):  # as of a call that was cut short, which its client sends ever after
+            arguments = {"invalid_json": text}
     return call | {"function": function | {"arguments": arguments or {}}}
 
 
