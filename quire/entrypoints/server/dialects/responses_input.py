@@ -100,7 +100,7 @@ def messages_of(items: Sequence[Item], instructions: str | None) -> list[dict[st
     """
     messages: list[dict[str, Any]] = [{"role": "system", "content": instructions}] if instructions else []
     turn: dict[str, Any] | None = None  # the assistant's, open for more
-    for item in items:
+    for item in [item for item in items if item["type"] != "reasoning" or item["content"] or item["summary"]]:
         kind = item["type"]
         if kind in ("reasoning", "function_call") or item.get("role") == "assistant":
             if turn is None or _goes_before(kind, turn):

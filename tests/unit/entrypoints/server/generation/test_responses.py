@@ -206,6 +206,10 @@ ITEMS: dict[str, tuple[list[dict[str, Any]], list[dict[str, Any]]]] = {
             {"role": "assistant", "content": "Both."},
         ],
     ),
+    "a thought that was not sent back, of a turn that was interrupted": (
+        [USER, {"type": "reasoning", "summary": [], "content": None, "encrypted_content": None}, USER],
+        [USER, USER],
+    ),
     "a summary": (
         [
             {"type": "reasoning", "summary": [{"type": "summary_text", "text": "Hm"}]},
@@ -403,7 +407,6 @@ REFUSALS: dict[str, tuple[dict[str, Any], str, int]] = {
         400,
     ),
     "a call without a name": ({"input": [{**CALL, "name": None}]}, "input[0].name", 400),
-    "arguments that are no JSON": ({"input": [{**CALL, "arguments": "{"}]}, "input", 400),
     "an output of no call": ({"input": [USER, OUTPUT]}, "input", 400),
     "a summary": ({"input": [{"type": "reasoning", "summary": "x"}]}, "input[0].summary", 400),
     "an item that is not there": ({"input": [{"type": "item_reference", "id": "msg_1"}]}, "input", 400),
