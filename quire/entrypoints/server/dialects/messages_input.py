@@ -12,7 +12,6 @@ from quire.errors import InvalidRequestError
 
 Block = dict[str, Any]
 _MEDIA = ("image", "document", "container_upload")
-_IGNORED = ("redacted_thinking",)
 _CHOICES = {"auto": "auto", "any": "required", "none": "none"}
 
 
@@ -89,9 +88,8 @@ def _other_messages(message: MessageParam, where: str) -> list[dict[str, Any]]:
         own = f"{where}[{place}]"
         if block.get("type") == "tool_result":
             call_id = field_text(block, "tool_use_id", own)
-            results.append(
-                {"role": "tool", "tool_call_id": call_id, "content": _texts(block.get("content") or "", own)}
-            )
+            content = _texts(block.get("content") or "", own)
+            results.append({"role": "tool", "tool_call_id": call_id, "content": content})
         else:
             texts.append(_text_block(block, own))
     return results + ([{"role": message.role, "content": texts}] if texts or not results else [])
@@ -114,7 +112,7 @@ def _assistant_message(message: MessageParam, where: str) -> list[dict[str, Any]
             function = {"name": field_text(block, "name", own), "arguments": arguments}
             call = {"id": field_text(block, "id", own), "type": "function", "function": function}
             turn.setdefault("tool_calls", []).append(call)
-        elif kind not in _IGNORED:
+        elif kind != "redacted_thinking":
             texts.append(_text_block(block, own)["text"])
     if texts or "tool_calls" not in turn:
         turn["content"] = "".join(texts)
@@ -132,7 +130,9 @@ def _texts(content: Any, where: str) -> str | list[Block]:
 
 
 def _text_block(block: Block, where: str) -> Block:
-    kind = block.get("type")
+    kind, source = block.get("type"), block.get("source")
+    if kind == "document" and isinstance(source, dict) and source.get("type") == "text":
+        return {"type": "text", "text": field_text(source, "data", f"{where}.source")}
     if kind in _MEDIA:
         raise InvalidRequestError(f"{where}: this model takes no {kind}s, only text.", where)
     if kind != "text":

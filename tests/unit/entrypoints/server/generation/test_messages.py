@@ -95,6 +95,16 @@ def test_what_the_template_is_given(server: Any, client: TestClient) -> None:
     assert prompt_of(server) == "<|endoftext|><|user|>Hi<|end|><|assistant|>Well, once"
 
 
+def test_a_document_of_text_is_text() -> None:
+    source = {"type": "text", "media_type": "text/plain", "data": "A cat."}
+    document = {"type": "document", "source": source, "title": "Pets", "citations": {"enabled": True}}
+    result = {**RESULT, "content": [document]}
+    turns = [{"role": "user", "content": [document]}, {"role": "assistant", "content": [USE]}]
+    body = ConversationRequest(messages=[*turns, {"role": "user", "content": [result]}], max_tokens=5)  # type: ignore
+    first, _, last = chat_fields(body)["messages"]
+    assert first["content"] == last["content"] == [{"type": "text", "text": "A cat."}]
+
+
 def test_blocks_make_messages() -> None:
     turns = [
         USER,
@@ -162,6 +172,10 @@ REFUSALS: dict[str, tuple[dict[str, Any], str]] = {
     "a choice's type": ({"tool_choice": {"type": ["auto"]}}, "tool_choice.type"),
     "a role": ({"messages": [{"role": "king", "content": "x"}]}, "messages[0].role"),
     "an image": ({"messages": [{"role": "user", "content": [{"type": "image", "source": {}}]}]}, "images"),
+    "a text document without data": (
+        {"messages": [{"role": "user", "content": [{"type": "document", "source": {"type": "text"}}]}]},
+        "content[0].source.data",
+    ),
     "a document": ({"messages": [{"role": "user", "content": [{"type": "document"}]}]}, "documents"),
     "an unknown block": ({"messages": [{"role": "user", "content": [{"type": "poem"}]}]}, "'poem'"),
     "an image in a result": (
