@@ -167,9 +167,9 @@ class ServerArgs:
         check_options(self)
         if self.keep_alive is not None and -1 < self.keep_alive < 0:
             raise ConfigError(f"keep_alive must be -1 (never) or at least 0 seconds, got {self.keep_alive:g}.")
-        for name in ("api_key", "served_model_name"):
-            if (values := getattr(self, name)) is not None and not (values and all(values)):
-                raise ConfigError(f"{name} must be a list of non-empty texts; leave it out for none.")
+        for name, texts in (("api_key", self.api_key), ("served_model_name", self.served_model_name)):
+            if texts is not None and not (texts and all(texts) and "".join(texts).isprintable()):
+                raise ConfigError(f"{name} must be a list of non-empty, printable texts; leave it out for none.")
         if (self.ssl_keyfile is None) != (self.ssl_certfile is None):
             raise ConfigError("ssl_keyfile and ssl_certfile go together: give both, or neither.")
         if self.ssl_certfile is None and (self.ssl_ca_certs is not None or self.ssl_cert_reqs):
