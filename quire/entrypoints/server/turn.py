@@ -96,7 +96,7 @@ class Turn:
             if choice.finished:  # a request's last output has all its sequences once more
                 continue
             if part.finish_reason == "abort":
-                message = "the request was ended before it was complete, as the server is stopping; send it again."
+                message = "the request was ended before it was complete, as the server stops or sleeps; send it again."
                 raise OverloadedError(message)
             if self._rules.no_tokens:
                 part = CompletionOutput(part.index, "", [], logprobs=[], finish_reason="length")
