@@ -22,7 +22,7 @@ from quire.text.sandbox import Sandbox
 MAX_TEMPLATE_CHARS = 1 << 20
 _CONTINUE, _VARIABLES = "continue_final_message", "chat_template_kwargs"
 _REASONING_FIELDS = ("reasoning_content", "thinking", "reasoning")
-_TEXT_PARTS = ("text", "input_text", "output_text")
+_TEXT_PARTS = {"text": "text", "input_text": "text", "output_text": "text", "refusal": "refusal"}  # -> its field
 _MEDIA_PARTS = ("image", "audio", "video", "file")
 # What `render` and its callers set, or transformers' apply_chat_template takes for itself.
 RESERVED_NAMES = frozenset(
@@ -205,8 +205,8 @@ def _read_message(given: Any, where: str, form: str) -> dict[str, Any]:
     reasoning = next((message[name] for name in _REASONING_FIELDS if name in message), None)
     if "content" in message:
         message["content"] = _read_content(message["content"], f"{where}.content", form)
-    elif not (role == "assistant" and (reasoning or "tool_calls" in message or "function_call" in message)):
-        raise _bad_messages(f"{where} has no content; only an assistant's message with tool_calls may be without.")
+    elif role != "assistant":  # whose answer may have been cut before its content began
+        raise _bad_messages(f"{where} has no content; only an assistant's message may be without.")
     if reasoning is not None:
         message = {"thinking": reasoning} | message | {"reasoning_content": reasoning}
     return message
@@ -240,9 +240,9 @@ def _read_part(part: Any, where: str, takes_parts: bool) -> dict[str, Any]:
         return {"type": "text", "text": part}
     kind = part.get("type") if isinstance(part, dict) else None
     if kind in _TEXT_PARTS:
-        if not isinstance(part.get("text"), str):
-            raise _bad_messages(f"{where} of type {kind!r} needs a string 'text'.")
-        return part | {"type": "text"}
+        if not isinstance(text := part.get(_TEXT_PARTS[kind]), str):
+            raise _bad_messages(f"{where} of type {kind!r} needs a string {_TEXT_PARTS[kind]!r}.")
+        return part | {"type": "text", "text": text}
     if isinstance(kind, str) and any(medium in kind for medium in _MEDIA_PARTS):
         raise _bad_messages(f"{where} is of type {kind!r}, but this model takes text only.")
     if takes_parts and isinstance(kind, str):

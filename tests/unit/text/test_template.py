@@ -114,7 +114,14 @@ def test_calls_without_content_where_a_template_reads_it() -> None:
     assert render(EACH.replace("BODY", text), [USER, called]) == '|{"x": [1, "é"]}'
     cut = {"role": "assistant", "content": None, "reasoning": "hm"}
     assert render(EACH.replace("BODY", "{{ m.content.split('x') }};"), [USER, cut, USER]) == "['Hi'];[''];['Hi'];"
+    nothing = {"role": "assistant", "content": None}  # the thoughts, which took all tokens, are not sent back
+    assert render(EACH.replace("BODY", "{{ m.content + '|' }}"), [USER, nothing, USER]) == "Hi||Hi|"
     assert "never" in str(refused("{{ messages[1].content + raise_exception('never') }}", [USER, called]))
+
+
+def test_a_refusal_is_what_an_assistant_said() -> None:
+    said = {"role": "assistant", "content": [{"type": "text", "text": "Well,"}, {"type": "refusal", "refusal": "no"}]}
+    assert render(EACH.replace("BODY", "{{ m.content }};"), [USER, said]) == "Hi;Well,\nno;"
 
 
 def test_reasoning_has_all_its_names() -> None:
@@ -145,10 +152,11 @@ def test_objects_of_client_libraries() -> None:
         ([{"role": 3, "content": "x"}], "needs a role"),
         ([{"role": "user"}], "no content"),
         ([{"role": "user", "content": None}], "no content"),
-        ([{"role": "assistant", "content": None}], "tool_calls"),
+        ([USER, {"role": "tool", "content": None}], "messages[1] has no content"),
         ([{"role": "user", "content": 7}], "messages[0].content must be"),
         ([{"role": "user", "content": [7]}], "'int'"),
         ([{"role": "user", "content": [{"type": "text"}]}], "needs a string"),
+        ([{"role": "assistant", "content": [{"type": "refusal", "text": "No"}]}], "needs a string 'refusal'"),
         ([{"role": "user", "content": [{"type": "riddle"}]}], "'riddle'"),
         ([{"role": "user", "content": object()}], "object"),
     ],

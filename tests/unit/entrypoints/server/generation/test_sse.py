@@ -277,7 +277,7 @@ def test_what_a_stream_meets_past_the_application_is_its_last_event(server: Any)
     server.core.ending, server.core.ends_at = "abort", 4
     wire, outlet = sent_past(server, [True])
     assert outlet.num_written == 3
-    assert b"is stopping" in wire.body
+    assert b"the server stops or sleeps" in wire.body
     assert wire.body.endswith(b"[DONE]\n\n")
 
 
