@@ -64,8 +64,8 @@ def one_adapter(lora_request: AdapterRequest | None, other: AdapterRequest | Non
 def _check(request: AdapterRequest, param: str) -> None:
     for name, value in vars(request).items():
         if name.endswith(("_name", "_path")):
+            value = vars(request)[name] = value.__fspath__() if hasattr(value, "__fspath__") else value
             if not (isinstance(value, str) and value):
                 raise InvalidRequestError(f"{name} must be a non-empty text, got {repr(value)[:80]}.", param)
         elif (found := number(value, int)) is None or not 1 <= found < 2**31:
-            got, most = repr(value)[:80], 2**31 - 1
-            raise InvalidRequestError(f"{name} must be an integer from 1 to {most}, got {got}.", param)
+            raise InvalidRequestError(f"{name} must be an integer from 1 to {2**31 - 1}, got {value!r:.80}.", param)

@@ -126,6 +126,12 @@ def test_a_folder_of_results_that_cannot_be_is_told_of_before(server: Any, capsy
     assert server.requests == []
 
 
+def test_a_file_of_results_that_cannot_be_is_not_blamed_on_another_flag(server: Any, bench: Any, capsys: Any) -> None:
+    tell_vocabulary(server)
+    bench("--num-prompts", "1", "--input-len", "4", "--save-result", "--result-filename", "/dev/null/x", code=2)
+    assert "error: the figures can't be written: /dev/null/x: Not a directory." in capsys.readouterr().err
+
+
 def test_requests_keep_connections_and_the_limit(server: Any, bench: Any) -> None:
     tell_vocabulary(server)
     figures = bench("--num-prompts", "12", "--max-concurrency", "3", "--random-input-len", "4")

@@ -107,3 +107,7 @@ def test_tensors_that_are_no_factors(tmp_path: Path) -> None:
 def test_requests_that_name_no_adapter(wrong: tuple[Any, Any, Any]) -> None:
     with pytest.raises(InvalidRequestError, match="^lora_"):
         LoRARequest(*wrong)
+
+
+def test_a_path_may_be_a_path() -> None:
+    assert LoRARequest("a", 1, Path("some/where")) == LoRARequest("a", 1, "some/where")  # type: ignore[arg-type]
