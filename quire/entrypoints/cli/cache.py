@@ -32,8 +32,7 @@ def run(namespace: Namespace) -> None:
     if namespace.action == "list" and (namespace.name or namespace.all):
         raise ConfigError("'quire cache list' takes no name; 'quire cache clear NAME' removes that one.")
     if namespace.kv_cache_dir is not None:
-        _tell_of_blocks(namespace.kv_cache_dir, namespace.action == "clear", namespace.all)
-        return
+        return _tell_of_blocks(namespace.kv_cache_dir, namespace.action == "clear", namespace.all)
     if (folder := cache_folder()) is None:
         raise ConfigError("nothing is kept: this user has no home; set XDG_CACHE_HOME.")
     try:
@@ -74,10 +73,9 @@ def _tell_of_blocks(folder: Path, clear: bool, everything: bool) -> None:
 
 def _show(files: list[StoredWeights]) -> None:
     rows = [("MODEL", "WEIGHTS", "SIZE", "LAST USED", "FILE")]
-    now = time.time()
     for each in files:
         model = each.model or "(of another version)"
-        rows.append((model, each.weights, human_bytes(each.num_bytes), _age(now - each.used), each.path.name))
+        rows.append((model, each.weights, human_bytes(each.num_bytes), _age(time.time() - each.used), each.path.name))
     print_table(rows)
 
 

@@ -25,7 +25,7 @@ _DEFAULT_MAX_TOKENS = 128
 def add_flags(parser: ArgumentParser) -> None:
     """The flags of `quire generate`."""
     help_text = "text to continue; repeat for several"
-    parser.add_argument("--prompt", action="append", default=[], metavar="TEXT", help=help_text)
+    parser.add_argument("-p", "--prompt", action="append", default=[], metavar="TEXT", help=help_text)
     parser.add_argument("--prompts-file", metavar="FILE", help="a file of prompts, one a line ('-': standard input)")
     help_text = f"most tokens to generate for each prompt (default: {_DEFAULT_MAX_TOKENS})"
     add_sampling_flags(parser, {"max_tokens": help_text, "n": "texts to generate for each prompt"})

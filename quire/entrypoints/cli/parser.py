@@ -50,6 +50,10 @@ class Parser(argparse.ArgumentParser):
             args = self._as_ours(args)
         return super().parse_known_args(args, namespace)
 
+    def _get_option_tuples(self, option_string: str) -> Any:
+        """As argparse's, without flags of one dash that only begin so: allow_abbrev is not for these."""
+        return [each for each in super()._get_option_tuples(option_string) if not each[1].startswith(option_string)]
+
     def refuse(self, unknown: Sequence[str]) -> NoReturn:
         """Report the first argument that no flag took, with the nearest flag there is."""
         name = next((argument for argument in unknown if argument.startswith("-")), unknown[0]).partition("=")[0]

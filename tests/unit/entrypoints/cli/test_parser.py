@@ -44,6 +44,19 @@ def test_spellings(line: str, options: dict[str, Any]) -> None:
     assert parse(*line.split()) == EngineArgs(**options)
 
 
+@pytest.mark.parametrize("flag", ["-d", "-s", "-e", "-sc2", "-x"])
+def test_flags_of_one_dash_are_not_abbreviated(flag: str, capsys: pytest.CaptureFixture[str]) -> None:
+    """-d is no -dp, nor -e -ep."""
+    with pytest.raises(SystemExit):
+        main(["generate", flag, "1", "--prompt", "x"])
+    assert capsys.readouterr().err.startswith(f"error: unknown argument {flag}.")
+
+
+def test_a_prompt_has_a_short_flag() -> None:
+    namespace = build_parser().parse_args(["generate", "-p", "Once", "-pp", "2", "-t4"])
+    assert (namespace.prompt, namespace.pipeline_parallel_size, namespace.threads) == (["Once"], 2, 4)
+
+
 def test_help_of_a_part(capsys: pytest.CaptureFixture[str]) -> None:
     """vLLM shows a part of its flags; here all are shown at once."""
     with pytest.raises(SystemExit) as stop:
