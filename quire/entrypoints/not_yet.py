@@ -24,7 +24,7 @@ take_anyway = partial(tables.take_anyway, _PATH)
 def engine_args(**kwargs: Any) -> EngineArgs:
     """EngineArgs from keyword arguments; an unknown one is a ConfigError that names the nearest known one.
 
-    One that vLLM has and Quire has not yet is a NotYetSupportedError. None is an option's default.
+    One that vLLM has and Quire has not yet is a NotYetSupportedError. None and "auto" are an option's default.
     """
     known = [field.name for field in fields(EngineArgs)]
     aliases = {alias: field.name for field in fields(EngineArgs) for alias in field.metadata.get("aliases", ())}
@@ -37,6 +37,6 @@ def engine_args(**kwargs: Any) -> EngineArgs:
             remedy = hint(name, known, "See quire.EngineArgs for the options there are.")
             raise ConfigError(f"unknown engine argument {name!r}. {remedy}")
         del kwargs[name]
-    given: dict[str, Any] = {name: v for name, v in kwargs.items() if v is not None or name == "model"}
+    given: dict[str, Any] = {name: v for name, v in kwargs.items() if str(v) not in ("None", "auto") or name == "model"}
     given["dtype"] = str(given.get("dtype", "auto")).removeprefix("torch.")  # torch.bfloat16, too
     return EngineArgs(**{name: os.fspath(v) if isinstance(v, os.PathLike) else plain(v) for name, v in given.items()})

@@ -107,7 +107,7 @@ def add_typed_flag(
         default: shown in the help, unless it is None or a bool.
         others: further spellings of the flag.
     """
-    hint, _ = split_optional(hint)
+    hint, optional = split_optional(hint)
     spec: dict[str, Any]
     if typing.get_origin(hint) is typing.Literal:
         choices = list(typing.get_args(hint))
@@ -119,14 +119,14 @@ def add_typed_flag(
         spec = {"action": argparse.BooleanOptionalAction}
         help_text += f" (on by default: {flag_name('no_' + name)} turns it off)" if default else ""
     else:
-        readers: dict[Any, tuple[Any, str]] = {int: (human_int, "N"), float: (float, "X"), str: (str, "TEXT")}
+        readers: dict[Any, tuple[Any, str]] = {float: (float, "X"), str: (str, "TEXT")}
+        readers |= {int: (lambda text: None if optional and text == "auto" else human_int(text), "N")}
         readers |= {dict: (json_object, "JSON"), OutputFile: (OutputFile, "FILE"), OutputFolder: (OutputFolder, "DIR")}
         reader, metavar = readers[typing.get_origin(hint) or hint]
         spec = {"type": reader, "metavar": metavar}
     if default not in (None, "") and hint is not bool:
         help_text += f" (default: {default})"
-    text = help_text.replace("%", "%%")
-    group.add_argument(flag_name(name), *others, dest=name, default=SUPPRESS, help=text, **spec)
+    group.add_argument(flag_name(name), *others, dest=name, default=SUPPRESS, help=help_text.replace("%", "%%"), **spec)
 
 
 @cache

@@ -37,6 +37,7 @@ def parse(*arguments: str) -> EngineArgs:
         ("--hf-overrides.a -1.5", {"hf_overrides": {"a": -1.5}}),
         ("--device-memory-utilization 0.5", {"gpu_memory_utilization": 0.5}),
         ("--kv-offloading-size 2", {"swap_space": 2.0}),
+        ("--max-model-len auto", {}),
         ("-ep -tp 2", {"enable_expert_parallel": True, "tensor_parallel_size": 2}),
     ],
 )
@@ -50,6 +51,13 @@ def test_flags_of_one_dash_are_not_abbreviated(flag: str, capsys: pytest.Capture
     with pytest.raises(SystemExit):
         main(["generate", flag, "1", "--prompt", "x"])
     assert capsys.readouterr().err.startswith(f"error: unknown argument {flag}.")
+
+
+def test_auto_is_for_numbers_that_need_not_be_given(capsys: pytest.CaptureFixture[str]) -> None:
+    assert engine_args(max_model_len="auto", dtype="auto", model="auto") == EngineArgs("auto")
+    with pytest.raises(SystemExit):
+        parse("--block-size", "auto")
+    assert "'auto' is not a whole number" in capsys.readouterr().err
 
 
 def test_a_prompt_has_a_short_flag() -> None:
