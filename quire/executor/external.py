@@ -64,7 +64,8 @@ def launched(config: WorkerConfig) -> WorkerConfig:
         raise ConfigError(f"the {size} processes of 'external_launcher' must be on one machine; start them there.")
     own = [f"Quire {__version__}", *(f"{name}={value!r}" for name, value in vars(config).items())]
     store.set(f"runs{rank}", "\n".join(own))
-    runs = [store.get(f"runs{i}").decode().split("\n") for i in range(size)]
+    with _awaited(f"one of the {size} ranks has come, and is gone"):
+        runs = [store.get(f"runs{i}").decode().split("\n") for i in range(size)]
     for i, run in enumerate(runs):
         pairs = zip(run, runs[0], strict=False)
         if differs := [f"{here[:99]} (rank 0: {first[:99]})" for here, first in pairs if here != first]:
@@ -73,8 +74,7 @@ def launched(config: WorkerConfig) -> WorkerConfig:
         store.set("group", f"/proc/{os.getpid()}/fd/{make_memory(segment_bytes(config.model.vocab_size))}")
     where = store.get("group").decode()
     others = [int(process) for process, *_ in places if int(process) != os.getpid()]
-    watched = (store, Group(where, rank, size), others)
-    threading.Thread(target=_watch, args=watched, name="quire-watch", daemon=True).start()
+    threading.Thread(None, _watch, "quire-watch", (store, Group(where, rank, size), others), daemon=True).start()
     return dataclasses.replace(config, rank=rank, group=where)
 
 

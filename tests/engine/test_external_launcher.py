@@ -1,5 +1,6 @@
 """Ranks that torchrun started: each has an LLM of its own, and all give the answers of one process."""
 
+import gc
 import json
 import os
 import re
@@ -14,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from torch._C._distributed_c10d import TCPStore
 
 import quire
 from quire import LLM, AsyncLLM, EngineArgs
@@ -156,6 +158,20 @@ def test_who_does_not_come_is_told(monkeypatch: pytest.MonkeyPatch, caplog: pyte
     with pytest.raises(ConfigError, match="rank 1 of 2 has not come within"):
         LLM("demo", tensor_parallel_size=2, **LAUNCHER)
     assert "rank 0 waits for rank 1, which has not come yet" in caplog.text
+    gc.collect()  # rank 0's store, which the error's frames had
     monkeypatch.setenv("RANK", "1")
     with pytest.raises(ConfigError, match=f"rank 0 is not at MASTER_ADDR:MASTER_PORT, 127.0.0.1:{port}"):
+        LLM("demo", tensor_parallel_size=2, **LAUNCHER)
+
+
+def test_who_comes_and_goes_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("quire.executor.external._MEET", timedelta(seconds=0.3))
+    monkeypatch.delenv("TORCHELASTIC_USE_AGENT_STORE", raising=False)
+    store = TCPStore("127.0.0.1", 0, None, True, wait_for_workers=False)
+    machine = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+    store.set("quire1/place0", f"{os.getpid()} {machine} {os.readlink('/proc/self/ns/pid')}")
+    environment = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(store.port), "RANK": "1"}
+    for name, value in environment.items():
+        monkeypatch.setenv(name, value)
+    with pytest.raises(ConfigError, match="one of the 2 ranks has come, and is gone"):
         LLM("demo", tensor_parallel_size=2, **LAUNCHER)
