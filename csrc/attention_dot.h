@@ -20,6 +20,7 @@ constexpr int64_t kDotTaskRows = 256;  // of a task, which share each gathered c
 constexpr int kDirectRows = 8;         // rows that at a time meet keys and values as they lie in memory, the first ones of which bring them near
 constexpr int64_t kManyRows = 48;      // rows that share gathered chunks: in their long products what comes is fetched, and not while gathering
 constexpr int64_t kLead = 16384;       // bytes that are fetched before they are read, where that goes on at any time
+constexpr int64_t kNear = 2048;        // and into L1, where floats are faster
 
 // Where a task keeps what it works on. D is the padded head size; a word is a pair of bf16 or, of 32 that follow each other, first the float
 // of each pair's first one and then those of the second ones.
@@ -416,6 +417,17 @@ struct DirectChunk {
     }
 };
 
+// Brings to L1 what is read kNear bytes after two rows of a block's keys or values, maybe of the next ones already. Intel's cores read lines
+// from L2 late while those that Ahead fetches into it are on their way.
+template <class Cached>
+QUIRE_INLINE void fetch_near(const Cached* even, const Cached* odd, const Cached* end, const Cached* next) {
+    constexpr int64_t kElements = kNear / sizeof(Cached);
+    const int64_t past = even + kElements - end;
+    const Cached* near = past < 0 ? even + kElements : next + past;
+    _mm_prefetch(reinterpret_cast<const char*>(near), _MM_HINT_T0);
+    _mm_prefetch(reinterpret_cast<const char*>(near + (odd - even)), _MM_HINT_T0);
+}
+
 // Which of two halves' 32 bytes make them alternate.
 struct Alternating {
     alignas(64) uint8_t bytes[64];
@@ -528,6 +540,7 @@ constexpr bool is_early(int num_rows) { return sizeof(Cached) == 1 && num_rows >
 template <int kRows, int kBlocks, class Cached, class Word>
 inline void direct_scores(const DirectChunk<Cached>& c, Ahead<Cached>* ahead, int64_t block, const Word* queries, float* scores) {
     using Columns = ColumnsOf<Cached, Word>;
+    constexpr bool kFloats = std::is_same_v<Word, float>;
     __m512 acc[kRows][kBlocks][2];
     auto for_sums = [&](const auto& body) QUIRE_ALWAYS {
         times<kRows>([&](auto r) QUIRE_ALWAYS { times<kBlocks>([&](auto b) QUIRE_ALWAYS { body(acc[r][b], scores + r * kChunk + (block + b) * 32); }); });
@@ -537,6 +550,7 @@ inline void direct_scores(const DirectChunk<Cached>& c, Ahead<Cached>* ahead, in
     const int64_t num_pairs = c.dim / 2;
     auto columns_at = [&](int64_t pair, int b) QUIRE_ALWAYS {
         const Cached* keys = (b ? second : first) + pair * 64;
+        if (kFloats && ahead) fetch_near(keys, keys + 32, (b ? second : first) + 32 * c.dim, kBlocks == 2 ? c.values[b] : block + 1 < c.num_blocks ? c.keys[1] : c.values[0]);
         return Columns(keys, keys + 32);
     };
     auto fetch = [&]() QUIRE_ALWAYS {
@@ -554,6 +568,7 @@ inline void direct_scores(const DirectChunk<Cached>& c, Ahead<Cached>* ahead, in
 template <int kRows, int kParts, class Cached, class Word>
 inline void direct_sums(const DirectChunk<Cached>& c, Ahead<Cached>* ahead, int64_t first, const Word* weights, const float* keep, float* out) {
     using Columns = ColumnsOf<Cached, Word>;
+    constexpr bool kFloats = std::is_same_v<Word, float>;
     __m512 acc[kRows][kParts][2];
     auto for_sums = [&](const auto& body) QUIRE_ALWAYS {
         times<kRows>([&](auto r) QUIRE_ALWAYS { times<kParts>([&](auto j) QUIRE_ALWAYS { body(acc[r][j], out + r * c.dim + first + j * 32, keep[r]); }); });
@@ -567,6 +582,7 @@ inline void direct_sums(const DirectChunk<Cached>& c, Ahead<Cached>* ahead, int6
         const int64_t count = c.counts[block], num_pairs = count / 2;
         auto columns_at = [&](int64_t pair, int part) QUIRE_ALWAYS {
             const Cached* even = values + 2 * pair * c.dim + part * 32;
+            if (kFloats && ahead) fetch_near(even, even + c.dim, c.values[block] + 32 * c.dim, c.values[c.num_blocks - 1]);
             return Columns(even, even + c.dim);
         };
         auto add = [&](int64_t pair, auto part, const Columns& columns) QUIRE_ALWAYS {
