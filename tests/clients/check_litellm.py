@@ -30,7 +30,7 @@ def streams() -> None:
         whole = litellm.completion(model=model, messages=MESSAGES, **COMMON).choices[0].message.content
         options: Any = {"stream": True, "stream_options": {"include_usage": True}}
         chunks = list(litellm.completion(model=model, messages=MESSAGES, **COMMON, **options))
-        assert "".join(chunk.choices[0].delta.content or "" for chunk in chunks) == whole
+        assert "".join(choice.delta.content or "" for chunk in chunks for choice in chunk.choices) == whole
         assert chunks[-1].usage.completion_tokens == 12
 
 
