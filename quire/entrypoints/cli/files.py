@@ -134,7 +134,7 @@ def write_text(path: str, flag: str, text: str, mode: str = "w") -> None:
 
 
 def write_figures(path: str | None, figures: Mapping[str, Any], as_line: bool = False) -> None:
-    """Write the file of `--output-json`, if there is to be one; `as_line`: as a line after those that it has."""
+    """Write the file of what was measured, if there is to be one; `as_line`: as a line after those that it has."""
     if path is not None:
         text = json.dumps(figures, indent=None if as_line else 4)
         write_text(path, "the figures can't be written:", text + "\n", "a" if as_line else "w")

@@ -26,7 +26,7 @@ def add_flags(parser: ArgumentParser) -> None:
     parser.add_argument("out", metavar="OUT", type=user_path, help="folder to write, which is new or empty")
     parser.add_argument("--method", required=True, choices=[*METHODS], help="; ".join(map(": ".join, METHODS.items())))
     add = parser.add_argument
-    add("--calibration", metavar="FILE", type=user_path, help="UTF-8 text like its own (default: one of stories)")
+    add("--calibration", metavar="FILE", type=user_path, help="UTF-8 text like the model's own (default: stories)")
     add_counts(parser, ("--num-samples", 128, "sequences of it, an eighth held out"))
     add_counts(parser, ("--length", 512, "tokens of each, at most"))
     add_typed_flag(parser, "bits", Literal[4, 8], None, "Of gptq's codes (default: 4).")
