@@ -16,12 +16,12 @@
 namespace quire {
 
 enum class Type : int32_t {
-    f32, bf16, i8, i4, w8a8, w4a8, bf16_turned, i8_turned,
+    f32, bf16, i8, i4, w8a8, w4a8, bf16_turned, w8a16,
     q4_0, q4_1, q5_0, q5_1, q8_0, q2_k, q3_k, q4_k, q5_k, q6_k, iq4_nl, iq4_xs,
     u4_32, u4_128, u8_32, u8_128, f8_128, c4_32,
 };
 constexpr bool is_blocks(Type type) { return type >= Type::q4_0; }
-constexpr bool is_turned(Type type) { return type == Type::bf16_turned || type == Type::i8_turned; }
+constexpr bool has_bytes(Type type) { return type == Type::w8a8 || type == Type::w8a16; }  // codes plus 128, by four columns
 constexpr int kNumBlockTypes = 18;
 
 struct BlockFormat {
@@ -69,24 +69,24 @@ struct WeightFormat {
     int32_t span;        // tiles of which a row has whole multiples
     int32_t has_scales;  // 1: one a row, beside the tiles
     int32_t has_pairs;   // 1: there is an order of it, of as many bytes, in which AVX2 multiplies pairs (pairs.h)
-    int32_t rounds_x;    // 1: products round x to eight bits, with a scale for each row, and multiply bytes
+    int32_t rounds_x;    // to so many bytes, or 0: products round x, with a scale for each row, and multiply bytes
     int32_t block_values = 0, block_bytes = 0;  // of a block in a file; 0: the type is none of blocks
 };
 
 constexpr WeightFormat weight_format(Type type) {
     switch (type) {
-        case Type::f32: return {2048, 1, false, false, false};
-        case Type::bf16: return {1024, 1, false, true, false};
-        case Type::bf16_turned: return {1024, 1, false, false, false};
-        case Type::i8: return {512, 1, true, true, false};
-        case Type::w8a8: return {512, 1, true, true, true};
-        case Type::i8_turned: return {512, 1, true, false, false};
-        case Type::i4: return {288, 1, false, true, false};  // 16 scales in bf16, then 512 nibbles
-        case Type::w4a8: return {272, 1, true, true, true};  // 512 nibbles, then 16 multiples
+        case Type::f32: return {2048, 1, false, false, 0};
+        case Type::bf16: return {1024, 1, false, true, 0};
+        case Type::bf16_turned: return {1024, 1, false, false, 0};
+        case Type::i8: return {512, 1, true, true, 0};
+        case Type::w8a8: return {512, 1, true, true, 1};
+        case Type::w8a16: return {512, 1, true, false, 2};
+        case Type::i4: return {288, 1, false, true, 0};  // 16 scales in bf16, then 512 nibbles
+        case Type::w4a8: return {272, 1, true, true, 1};  // 512 nibbles, then 16 multiples
         default: break;
     }
     const BlockFormat& blocks = block_format(type);
-    return {blocks.tile_bytes(), blocks.is_own() ? blocks.span : 1, false, blocks.has_integers(), false, blocks.values, blocks.bytes};
+    return {blocks.tile_bytes(), blocks.is_own() ? blocks.span : 1, false, blocks.has_integers(), 0, blocks.values, blocks.bytes};
 }
 
 constexpr float kCurve[16] = {-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113};

@@ -48,21 +48,15 @@ QUIRE_INLINE __m512i bytes_of(__m512i indices, const uint8_t* table) {
 #endif
 }
 
-// 64 codes of a tile -> the two rows of 32 that they are, the odd ones the second half of each 16 bytes. `kBytes`: bytes can be looked up.
-#if defined(__AVX512VBMI__)
-template <bool kBytes = true>
-#else
-template <bool kBytes = false>
-#endif
+// 64 codes of a tile -> the two rows of 32 that they are, the odd ones the second half of each 16 bytes.
 QUIRE_INLINE void expand_i8(__m512i codes, __m512i& even, __m512i& odd) {
-    if constexpr (kBytes) {
-        const __m512i sign = _mm512_set1_epi8(char(0x80));
-        const __m512i low = bytes_of(codes, kI8Tables.low);
-        const __m512i high = _mm512_ternarylogic_epi32(bytes_of(codes, kI8Tables.high), codes, sign, 0xf8);  // high | (codes & sign)
-        even = _mm512_unpacklo_epi8(low, high);
-        odd = _mm512_unpackhi_epi8(low, high);
-        return;
-    }
+#if defined(__AVX512VBMI__)
+    const __m512i sign = _mm512_set1_epi8(char(0x80));
+    const __m512i low = bytes_of(codes, kI8Tables.low);
+    const __m512i high = _mm512_ternarylogic_epi32(bytes_of(codes, kI8Tables.high), codes, sign, 0xf8);  // high | (codes & sign)
+    even = _mm512_unpacklo_epi8(low, high);
+    odd = _mm512_unpackhi_epi8(low, high);
+#else
     auto expanded = [](__m512i words) {
         const uint16_t* table = kI8Tables.words;
         // A look-up reads six bits of its index; the seventh says which of two it is.
@@ -74,6 +68,7 @@ QUIRE_INLINE void expand_i8(__m512i codes, __m512i& even, __m512i& odd) {
     };
     even = expanded(_mm512_unpacklo_epi8(codes, _mm512_setzero_si512()));
     odd = expanded(_mm512_unpackhi_epi8(codes, _mm512_setzero_si512()));
+#endif
 }
 
 // i4: the 16 values of a row by its scale. 2 MB, of which a matrix's scales touch some KB: they stay in the caches. What is

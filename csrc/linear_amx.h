@@ -68,7 +68,7 @@ public:
         bf16* out = reinterpret_cast<bf16*>(to);
         if constexpr (kType == Type::i8) return expand_i8_tile(tile, out);
         if constexpr (kType == Type::i4) return expand_i4_tile(tile, out);
-        if constexpr (is_turned(kType)) {  // the order of another level, and no faster than it has to be
+        if constexpr (kType == Type::bf16_turned) {  // the order of another level, and no faster than it has to be
             Matrix matrix{};
             matrix.type = kType;
             for (int row = 0; row < 16; row++) {
@@ -97,12 +97,11 @@ private:
     typename ScalesOf<kType>::type scales_;
 };
 
-// Calls body with an expander: of i8, i4, blocks, or i8 and bf16 in another order.
+// Calls body with an expander: of i8, i4, blocks, or bf16 in another order.
 template <class Body>
 inline void with_expander(Type type, const Body& body) {
     if (type == Type::i8) return body(Expander<Type::i8>());
     if (type == Type::i4) return body(Expander<Type::i4>());
-    if (type == Type::i8_turned) return body(Expander<Type::i8_turned>());
     if (type == Type::bf16_turned) return body(Expander<Type::bf16_turned>());
     with_blocks(type, [&](auto blocks) { body(Expander<blocks>()); });
 }

@@ -5,10 +5,6 @@
 // many there are, so its bits are its own. Few rows meet weights as they come from memory, turned in registers; for
 // many rows a block is turned once and kept in L2, and the first of them meet codes of four bits meanwhile.
 //
-// On Zen 4 products fill two of four units, and the other two expand weights beside them for nothing, unless x keeps them busy: eight of
-// its columns in all lanes take a shuffle, two are a load. So i8_turned has four vectors of 16 features in place of a lane for each sum:
-// the same sums, added at the end in the same order.
-//
 // A product of pairs is an FMA of the second columns and then one of the first, with denormal numbers taken for 0 as all threads of the
 // pool take them. Intel's cores add four FMAs in the time of one product: there x becomes floats, and weights in registers.
 #pragma once
@@ -39,16 +35,15 @@ constexpr bool comes_turned(Type type) { return has_nibbles(type) || has_numbers
 // their types take minutes to build.
 constexpr int streamed_rows(Type type) {
     if (is_blocks(type)) return comes_turned(type) ? 4 : block_format(type).bits == 8 ? 3 : 1;
-    return type == Type::i4 ? 5 : is_turned(type) ? 4 : kFewRows;
+    return type == Type::i4 ? 5 : type == Type::bf16_turned ? 4 : kFewRows;
 }
 
 // Likewise as floats, where that is faster: from so many rows on, as a row of blocks alone takes longer for it, and up to so many or 0.
 constexpr int least_floats(Type type) { return is_blocks(type) ? 2 : 1; }
 constexpr int streamed_floats(Type type) {
     if (is_blocks(type)) return comes_turned(type) ? 4 : 0;
-    return type == Type::i8_turned ? 4 : type == Type::bf16_turned ? kPairRows : type == Type::i4 ? kFewRows : 0;
+    return type == Type::bf16_turned ? kPairRows : type == Type::i4 ? kFewRows : 0;
 }
-constexpr int floats_of_x(Type type) { return type == Type::i8_turned ? 64 : 32; }  // of a tile's row
 
 // Rows 4i + 2 * pair and the one after it of a tile, i = 0..3, of eight bits or more a weight.
 template <Type kType, int pair, class Scales>
@@ -123,11 +118,6 @@ QUIRE_INLINE void for_features(const uint8_t* tile, const Scales& scales, const 
 
 inline __m512 add_dot(__m512 sum, __m512i weights, __m512i x) { return _mm512_dpbf16_ps(sum, (__m512bh)weights, (__m512bh)x); }
 inline __m512i eight_of_x(const bf16* x) { return _mm512_broadcast_i32x4(_mm_loadu_si128(reinterpret_cast<const __m128i*>(x))); }
-inline __m512i two_of_x(const bf16* x) {
-    int32_t two;
-    std::memcpy(&two, x, 4);
-    return _mm512_set1_epi32(two);
-}
 
 // Sums of features 4i + g and 4i + g + 1, four lanes each -> two lanes each.
 inline __m512 halves(__m512 a, __m512 b) { return _mm512_add_ps(_mm512_unpacklo_ps(a, b), _mm512_unpackhi_ps(a, b)); }
@@ -136,11 +126,8 @@ inline void store_features(__m512 first, __m512 second, float* out) {
     _mm512_storeu_ps(out, _mm512_add_ps(_mm512_shuffle_ps(first, second, 0x44), _mm512_shuffle_ps(first, second, 0xee)));
 }
 
-// Of a turned tile and eight columns: in bf16 features 4i + 2 * pair and those after them; in i8, of all features, columns
-// 2 * pair and the one after it, and those four further on. `kBytes`: bytes can be looked up.
-template <Type kType, bool kBytes>
+// Of a turned tile and eight columns features 4i + 2 * pair and those after them.
 QUIRE_INLINE void load_pair(const uint8_t* tile, int c, int pair, __m512i& even, __m512i& odd) {
-    if constexpr (kType == Type::i8_turned) return expand_i8<kBytes>(_mm512_loadu_si512(tile + c * 128 + pair * 64), even, odd);
     even = _mm512_loadu_si512(tile + c * 256 + pair * 128);
     odd = _mm512_loadu_si512(tile + c * 256 + pair * 128 + 64);
 }
@@ -157,17 +144,11 @@ QUIRE_INLINE __m512 add_floats(__m512 sum, const FloatPairs& weights, __m512 x_f
     return _mm512_fmadd_ps(weights.first, x_first, _mm512_fmadd_ps(weights.second, x_second, sum));
 }
 
-// As add_pair, of x as XOrder::floats: of eight columns the first ones of pairs, then the second ones.
-template <Type kType>
-QUIRE_INLINE void add_floats_pair(__m512& first, __m512& second, const FloatPairs& even, const FloatPairs& odd, const float* x, int pair) {
-    if constexpr (kType == Type::i8_turned) {
-        first = add_floats(first, even, _mm512_set1_ps(x[pair]), _mm512_set1_ps(x[4 + pair]));
-        second = add_floats(second, odd, _mm512_set1_ps(x[2 + pair]), _mm512_set1_ps(x[6 + pair]));
-    } else {
-        const __m512 x_first = _mm512_broadcast_f32x4(_mm_loadu_ps(x)), x_second = _mm512_broadcast_f32x4(_mm_loadu_ps(x + 4));
-        first = add_floats(first, even, x_first, x_second);
-        second = add_floats(second, odd, x_first, x_second);
-    }
+// As add_pair, of x in floats: of eight columns the first ones of pairs, then the second ones.
+QUIRE_INLINE void add_floats_pair(__m512& first, __m512& second, const FloatPairs& even, const FloatPairs& odd, const float* x) {
+    const __m512 x_first = _mm512_broadcast_f32x4(_mm_loadu_ps(x)), x_second = _mm512_broadcast_f32x4(_mm_loadu_ps(x + 4));
+    first = add_floats(first, even, x_first, x_second);
+    second = add_floats(second, odd, x_first, x_second);
 }
 
 // Whether two FMAs take clearly less than a product of pairs. That is measured, in some 30 us, as CPUs' names don't tell; QUIRE_FLOATS
@@ -183,24 +164,10 @@ inline bool floats_are_faster() {
 }
 
 // What load_pair gave times eight columns of a row of x.
-template <Type kType>
-QUIRE_INLINE void add_pair(__m512& first, __m512& second, __m512i even, __m512i odd, const bf16* x, int pair) {
-    if constexpr (kType == Type::i8_turned) {
-        first = add_dot(first, even, two_of_x(x + 2 * pair));
-        second = add_dot(second, odd, two_of_x(x + 2 * pair + 4));
-    } else {
-        const __m512i eight = eight_of_x(x);
-        first = add_dot(first, even, eight);
-        second = add_dot(second, odd, eight);
-    }
-}
-// A pair's sums at the end, and those of both pairs -> the 16 features: in either order of weights the same additions.
-template <Type kType>
-QUIRE_INLINE __m512 half_of(__m512 first, __m512 second) { return kType == Type::i8_turned ? _mm512_add_ps(first, second) : halves(first, second); }
-template <Type kType>
-QUIRE_INLINE void store_sums(__m512 first, __m512 second, float* out) {
-    if constexpr (kType == Type::i8_turned) _mm512_storeu_ps(out, _mm512_add_ps(first, second));
-    else store_features(first, second, out);
+QUIRE_INLINE void add_pair(__m512& first, __m512& second, __m512i even, __m512i odd, const bf16* x) {
+    const __m512i eight = eight_of_x(x);
+    first = add_dot(first, even, eight);
+    second = add_dot(second, odd, eight);
 }
 
 // Rows of x: elements from row to row, and from tile to tile.
@@ -233,7 +200,7 @@ struct NearRows {
 
 // A block of weights on its way from memory times kRows rows of x -> sums[row][16]. `kTurns`: the weights, of four bits, are kept as
 // turn_block has them, and the rows may lie far apart.
-template <Type kType, bool kBytes, int kRows, bool kTurns = false>
+template <Type kType, int kRows, bool kTurns = false>
 inline void stream_block(const uint8_t* tile, int64_t num_tiles, int64_t tile_bytes, const RowsOfX& x, float* sums, uint8_t* turned = nullptr) {
     __m512 acc[kRows][4];
 #pragma GCC unroll 8
@@ -241,7 +208,7 @@ inline void stream_block(const uint8_t* tile, int64_t num_tiles, int64_t tile_by
     // The CPU fetches what is read straight through by itself, up to the end of a page: a few lines of the next one keep it going.
     // Where more is done with a line, it lags behind.
     constexpr int kStep = kType == Type::bf16_turned || kRows <= 2 ? 256 : 64, kAhead = kType == Type::bf16_turned ? 6144 : kRows <= 2 ? 3072 : 6656;
-    constexpr bool kTurned = is_turned(kType);
+    constexpr bool kTurned = kType == Type::bf16_turned;
     typename ScalesOf<kType>::type scales;
     NearRows<kRows, kTurns ? 0 : 64> rows(x);
     for (int64_t t = 0; t < num_tiles; t++, tile += tile_bytes, rows.skip(2 * x.step)) {
@@ -252,8 +219,8 @@ inline void stream_block(const uint8_t* tile, int64_t num_tiles, int64_t tile_by
             for (int c = 0; c < 4; c++)
                 for (int pair = 0; pair < 2; pair++) {
                     __m512i even, odd;
-                    load_pair<kType, kBytes>(tile, c, pair, even, odd);
-                    for (int m = 0; m < kRows; m++) add_pair<kType>(acc[m][2 * pair], acc[m][2 * pair + 1], even, odd, rows.at(m, c), pair);
+                    load_pair(tile, c, pair, even, odd);
+                    for (int m = 0; m < kRows; m++) add_pair(acc[m][2 * pair], acc[m][2 * pair + 1], even, odd, rows.at(m, c));
                 }
             continue;
         }
@@ -280,28 +247,13 @@ inline void stream_block(const uint8_t* tile, int64_t num_tiles, int64_t tile_by
         });
     }
 #pragma GCC unroll 8
-    for (int m = 0; m < kRows; m++) store_sums<kType>(half_of<kType>(acc[m][0], acc[m][1]), half_of<kType>(acc[m][2], acc[m][3]), sums + m * 16);
+    for (int m = 0; m < kRows; m++) store_features(halves(acc[m][0], acc[m][1]), halves(acc[m][2], acc[m][3]), sums + m * 16);
 }
 
-// Codes of i8_turned as floats, of each dword one: a product of bytes with 1 and three times 0 brings it into its lane, which both units do.
-struct CodesAsFloats {
-    __m512i sign = plain(_mm512_set1_epi8(char(0x80))), ones[4];
-
-    QUIRE_ALWAYS CodesAsFloats() {
-        for (int i = 0; i < 4; i++) ones[i] = plain(_mm512_set1_epi32(1 << 8 * i));
-    }
-    QUIRE_ALWAYS void operator()(__m512i codes, __m512 (&out)[4]) const {
-        codes = _mm512_mask_sub_epi8(codes, _mm512_movepi8_mask(codes), sign, codes);  // -magnitude
-#pragma GCC unroll 4
-        for (int i = 0; i < 4; i++) out[i] = _mm512_cvtepi32_ps(_mm512_dpbusd_epi32(_mm512_setzero_si512(), ones[i], codes));
-    }
-};
-
-// As stream_block, of kRows rows of x in floats, `step` apart from tile to tile: of i8_turned as XOrder::twice. Adds to sums as they are in
+// As stream_block, of kRows rows of x in floats, `step` apart from tile to tile. Adds to sums as they are in
 // registers, [row][4][16]. `kGroups`: so many groups of rows meet the tiles, one after the other, and each fetches a part of what lies ahead.
 template <Type kType, int kRows, int kGroups>
 inline void stream_floats(const uint8_t* tile, int64_t num_tiles, int64_t tile_bytes, const float* x, int64_t step, const uint8_t* ahead, float* sums) {
-    constexpr int kOfX = floats_of_x(kType);
     __m512 acc[kRows][4];
 #pragma GCC unroll 8
     for (int m = 0; m < kRows; m++)
@@ -317,51 +269,30 @@ inline void stream_floats(const uint8_t* tile, int64_t num_tiles, int64_t tile_b
         if (line / kGroups % 4 == 0) _mm_prefetch(reinterpret_cast<const char*>(ahead + line / kGroups * 64 + kBytesAhead), _MM_HINT_T1);
     };
     typename ScalesOf<kType>::type scales;
-    const CodesAsFloats as_floats;
     for (int64_t t = 0; t < num_tiles; t++, tile += tile_bytes, ahead += tile_bytes / kGroups, x += step) {
         if constexpr (!has_half_scales(kType)) scales.read(tile, t);
-        if constexpr (kType == Type::i8_turned) {
+        auto add = [&](int c, int j, __m512i pairs) QUIRE_ALWAYS {
+            const FloatPairs weights(pairs);
+#pragma GCC unroll 8
+            for (int m = 0; m < kRows; m++) {
+                const float* at = x + m * 32 + c * 8;
+                acc[m][j] = add_floats(acc[m][j], weights, four(at), four(at + 4));
+            }
+        };
+        if constexpr (kType == Type::bf16_turned) {
 #pragma GCC unroll 4
             for (int c = 0; c < 4; c++)
-#pragma GCC unroll 2
-                for (int pair = 0; pair < 2; pair++) {
-                    fetch(c * 2 + pair);
-                    __m512 weights[4];  // of features 4i and 4i + 2 the first columns and the second ones, then of those after them
-                    as_floats(_mm512_loadu_si512(tile + c * 128 + pair * 64), weights);
-#pragma GCC unroll 8
-                    for (int m = 0; m < kRows; m++) {
-                        const float* at = x + m * kOfX + pair * 32 + c * 4;
-                        const __m512 x_first = four(at), x_second = four(at + 16);
-                        for (int i = 0; i < 2; i++) {
-                            __m512& sum = acc[m][2 * pair + i];
-                            sum = _mm512_fmadd_ps(weights[2 * i], x_first, _mm512_fmadd_ps(weights[2 * i + 1], x_second, sum));
-                        }
-                    }
+#pragma GCC unroll 4
+                for (int j = 0; j < 4; j++) {
+                    fetch(c * 4 + j);
+                    add(c, j, _mm512_loadu_si512(tile + c * 256 + j * 64));
                 }
         } else {
-            auto add = [&](int c, int j, __m512i pairs) QUIRE_ALWAYS {
-                const FloatPairs weights(pairs);
-#pragma GCC unroll 8
-                for (int m = 0; m < kRows; m++) {
-                    const float* at = x + m * kOfX + c * 8;
-                    acc[m][j] = add_floats(acc[m][j], weights, four(at), four(at + 4));
-                }
-            };
-            if constexpr (kType == Type::bf16_turned) {
-#pragma GCC unroll 4
-                for (int c = 0; c < 4; c++)
-#pragma GCC unroll 4
-                    for (int j = 0; j < 4; j++) {
-                        fetch(c * 4 + j);
-                        add(c, j, _mm512_loadu_si512(tile + c * 256 + j * 64));
-                    }
-            } else {
-                for (int64_t i = 0; i < tile_bytes; i += 64) {
-                    _mm_prefetch(reinterpret_cast<const char*>(ahead + i), _MM_HINT_T1);
-                    _mm_prefetch(reinterpret_cast<const char*>(tile + kBytesAhead / 4 + i), _MM_HINT_T0);
-                }
-                for_features<kType>(tile, scales, add);
+            for (int64_t i = 0; i < tile_bytes; i += 64) {
+                _mm_prefetch(reinterpret_cast<const char*>(ahead + i), _MM_HINT_T1);
+                _mm_prefetch(reinterpret_cast<const char*>(tile + kBytesAhead / 4 + i), _MM_HINT_T0);
             }
+            for_features<kType>(tile, scales, add);
         }
     }
 #pragma GCC unroll 8
@@ -377,23 +308,22 @@ inline void stream_groups(const uint8_t* block, int64_t num_tiles, int64_t tile_
     alignas(64) float lanes[kRows * 64];
     std::memset(lanes, 0, num_rows * 256);
     const bool one = num_rows <= kMost;
-    const int64_t group = one ? num_rows : (num_rows + 1) / 2, piece = one ? num_tiles : kPieceTiles, step = num_rows * floats_of_x(kType);
+    const int64_t group = one ? num_rows : (num_rows + 1) / 2, piece = one ? num_tiles : kPieceTiles, step = num_rows * 32;
     for (int64_t t = 0; t < num_tiles; t += piece) {
         const int64_t tiles = num_tiles - t < piece ? num_tiles - t : piece;
         for (int64_t first = 0; first < num_rows; first += group) {
             const uint8_t *tile = block + t * tile_bytes, *ahead = tile + 2 * kBytesAhead + (first ? tiles * tile_bytes / 2 : 0);
-            const float* rows_of_x = x + t * step + first * floats_of_x(kType);
+            const float* rows_of_x = x + t * step + first * 32;
             with_rows<kMost>(first ? num_rows - first : group, [&](auto rows) {
                 auto run = [&](auto groups) { stream_floats<kType, rows, groups>(tile, tiles, tile_bytes, rows_of_x, step, ahead, lanes + first * 64); };
                 if constexpr (rows >= least_floats(kType)) one ? run(std::integral_constant<int, 1>()) : run(std::integral_constant<int, kGroups>());
             });
         }
     }
-    // Of i8_turned a sum's lanes are of one feature's pairs and of those four pairs on: its halves are those of other types.
     for (int64_t m = 0; m < num_rows; m++) {
         const float* of = lanes + m * 64;
         auto half = [&](int at) QUIRE_ALWAYS { return halves(_mm512_load_ps(of + at * 16), _mm512_load_ps(of + at * 16 + 16)); };
-        store_sums<kType>(half(0), half(2), sums + m * 16);
+        store_features(half(0), half(2), sums + m * 16);
     }
 }
 
@@ -412,20 +342,6 @@ inline void turn_block(const uint8_t* tile, int64_t num_tiles, int64_t tile_byte
                 _mm512_store_si512(out + c * 256 + pair * 128 + 64, odd[c]);
             }
         });
-    }
-}
-
-// Likewise of i8_turned, which has pairs of columns of all features.
-template <bool kBytes>
-inline void turn_pairs(const uint8_t* tile, int64_t num_tiles, int64_t, const RowsOfX&, float*, uint8_t* out) {
-    for (int64_t c = 0; c < num_tiles * 4; c++, tile += 128, out += 256) {
-        __m512i pairs[4];
-        for (int pair = 0; pair < 2; pair++) load_pair<Type::i8_turned, kBytes>(tile, 0, pair, pairs[pair], pairs[pair + 2]);
-        for (int high = 0; high < 2; high++) {  // features 4i + 2 * high and those after them
-            auto both = [&](int j) QUIRE_ALWAYS { return high ? _mm512_unpackhi_epi32(pairs[j], pairs[j + 1]) : _mm512_unpacklo_epi32(pairs[j], pairs[j + 1]); };
-            _mm512_store_si512(out + high * 128, _mm512_unpacklo_epi64(both(0), both(2)));
-            _mm512_store_si512(out + high * 128 + 64, _mm512_unpackhi_epi64(both(0), both(2)));
-        }
     }
 }
 
@@ -448,9 +364,9 @@ struct Fetch {
 
 // A turned block times kRows rows of x -> sums[row][16]: half of the features after the other or, of a few rows, all at once. `kFloats`:
 // x is in floats.
-template <Type kType, bool kBytes, bool kFloats, int kRows>
+template <bool kFloats, int kRows>
 inline void multiply_turned(const uint8_t* block, int64_t num_tiles, const RowsOfX& x, Fetch fetch, float* sums) {
-    constexpr int kPairs = kType == Type::bf16_turned && kRows <= kFewRows && !kFloats ? 2 : 1;
+    constexpr int kPairs = kRows <= kFewRows && !kFloats ? 2 : 1;
     for (int first = 0; first < 2; first += kPairs) {
         __m512 acc[kRows][2 * kPairs];
 #pragma GCC unroll 12
@@ -458,61 +374,57 @@ inline void multiply_turned(const uint8_t* block, int64_t num_tiles, const RowsO
 #pragma GCC unroll 4
             for (int i = 0; i < 2 * kPairs; i++) acc[m][i] = _mm512_setzero_ps();
         const uint8_t* tile = block;
-        NearRows<kRows, kFloats ? 128 : kType == Type::i8_turned ? 64 : 0> rows(x);
-        for (int64_t t = 0; t < num_tiles; t++, tile += kType == Type::bf16_turned ? 1024 : 512, rows.skip(2 * x.step)) {
+        NearRows<kRows, kFloats ? 128 : 0> rows(x);
+        for (int64_t t = 0; t < num_tiles; t++, tile += 1024, rows.skip(2 * x.step)) {
 #pragma GCC unroll 4
             for (int c = 0; c < 4; c++) {
                 __m512i even[kPairs], odd[kPairs];
-                for (int i = 0; i < kPairs; i++) load_pair<kType, kBytes>(tile, c, first + i, even[i], odd[i]);
+                for (int i = 0; i < kPairs; i++) load_pair(tile, c, first + i, even[i], odd[i]);
                 for (int64_t i = c * 64; i < kPairs * fetch.step; i += 256) _mm_prefetch(reinterpret_cast<const char*>(fetch.from + i), _MM_HINT_T1);
                 if constexpr (kFloats) {
                     const FloatPairs even_floats(even[0]), odd_floats(odd[0]);
 #pragma GCC unroll 12
                     for (int m = 0; m < kRows; m++)
-                        add_floats_pair<kType>(acc[m][0], acc[m][1], even_floats, odd_floats, reinterpret_cast<const float*>(rows.at(m, c)), first);
+                        add_floats_pair(acc[m][0], acc[m][1], even_floats, odd_floats, reinterpret_cast<const float*>(rows.at(m, c)));
                     continue;
                 }
 #pragma GCC unroll 12
                 for (int m = 0; m < kRows; m++)
 #pragma GCC unroll 2
-                    for (int i = 0; i < kPairs; i++) add_pair<kType>(acc[m][2 * i], acc[m][2 * i + 1], even[i], odd[i], rows.at(m, c), first + i);
+                    for (int i = 0; i < kPairs; i++) add_pair(acc[m][2 * i], acc[m][2 * i + 1], even[i], odd[i], rows.at(m, c));
             }
             fetch.from += kPairs * fetch.step;
         }
         for (int m = 0; m < kRows; m++) {
-            const __m512 half = half_of<kType>(acc[m][0], acc[m][1]);
-            if constexpr (kPairs == 2) store_sums<kType>(half, half_of<kType>(acc[m][2], acc[m][3]), sums + m * 16);
+            const __m512 half = halves(acc[m][0], acc[m][1]);
+            if constexpr (kPairs == 2) store_features(half, halves(acc[m][2], acc[m][3]), sums + m * 16);
             else if (first == 0) _mm512_storeu_ps(sums + m * 16, half);
-            else store_sums<kType>(_mm512_loadu_ps(sums + m * 16), half, sums + m * 16);
+            else store_features(_mm512_loadu_ps(sums + m * 16), half, sums + m * 16);
         }
     }
 }
 
-// What rows of x are: as they lie; floats, of each eight columns the first ones of pairs and then the second ones; or floats, of 32 columns the
-// first ones of the even pairs and their second ones, then those of the odd pairs, each one twice.
-enum class XOrder { pairs, floats, twice };
-
-// x as the kernels read it: where it lies or, of one group or for i8, a copy by groups of rows that meet weights at once, in them by tiles:
+// x as the kernels read it: where it lies or, of one group or in floats (of each eight columns the first ones of pairs, then the second
+// ones), a copy by groups of rows that meet weights at once, in them by tiles:
 // [tile][row][32], zeros up to a multiple of 32 columns. In rows that lie apart by a power of two, what reads much waits for lines of L1.
 struct DotRows {
     const bf16* x;
     int64_t num_rows, stride = 0;
     int64_t most = kPairRows;   // rows of a group, at most
     int64_t panel = kMostRows;  // rows that are grouped by themselves: a multiple of kPairRows
-    XOrder order;
+    bool floats;
     int64_t tile;               // elements of a tile's row
     bool grouped = false;
     bool own = false;  // each thread makes a copy of its own: what another core has written comes slowly where cores are far apart
 
-    DotRows(const LinearArgs& a, XOrder x_order, Context& context)
-        : x(static_cast<const bf16*>(a.x)), num_rows(a.num_rows), order(x_order), tile(32 << int(order)) {
-        const bool floats = order != XOrder::pairs;
+    DotRows(const LinearArgs& a, bool as_floats, Context& context)
+        : x(static_cast<const bf16*>(a.x)), num_rows(a.num_rows), floats(as_floats), tile(floats ? 64 : 32) {
         stride = a.weight.num_tiles() * tile;
         // The blocks have half of L2, x a quarter: of floats, these rows and those that come after them.
         const int64_t near = context.cache / (floats ? 8 : 4) / (stride * 2) / kPairRows * kPairRows;
         if (num_rows > kMostRows && near < kMostRows) panel = near < kPairRows ? kPairRows : near;
         if (a.weight.type == Type::bf16_turned && num_rows > kPairRows && num_rows <= kWholeRows && !floats) most = kFewRows;
-        grouped = floats || num_rows <= kPairRows || a.weight.type == Type::i8_turned || a.weight.cols != stride || a.out == a.x;
+        grouped = floats || num_rows <= kPairRows || a.weight.cols != stride || a.out == a.x;
         own = grouped && num_rows <= kOwnRows && a.out != a.x;
         if (!grouped) {
             stride = a.x_stride;
@@ -542,7 +454,7 @@ struct DotRows {
 
     // One of so many equal shares of the panel after that of row `first`; after the last one its thread begins anew.
     MemorySpan ahead(int64_t first, int64_t share, int64_t shares) const {
-        if (order == XOrder::pairs) return {};
+        if (!floats) return {};
         const int64_t next = first + panel < num_rows ? first + panel : 0, bytes = in_panel(next) * stride * 2 / shares;
         return {reinterpret_cast<const uint8_t*>(x + next * stride) + share * bytes, bytes};
     }
@@ -552,12 +464,6 @@ private:
         const __m512i first = _mm512_setr_epi64(0, 1, 8, 9, 2, 3, 10, 11), second = _mm512_setr_epi64(4, 5, 12, 13, 6, 7, 14, 15);
         _mm512_storeu_si512(to, _mm512_permutex2var_epi64((__m512i)pairs.first, first, (__m512i)pairs.second));
         _mm512_storeu_si512(to + 32, _mm512_permutex2var_epi64((__m512i)pairs.first, second, (__m512i)pairs.second));
-    }
-    static void store_twice(const FloatPairs& pairs, bf16* to) {
-        _mm512_storeu_ps(to, _mm512_moveldup_ps(pairs.first));
-        _mm512_storeu_ps(to + 32, _mm512_moveldup_ps(pairs.second));
-        _mm512_storeu_ps(to + 64, _mm512_movehdup_ps(pairs.first));
-        _mm512_storeu_ps(to + 96, _mm512_movehdup_ps(pairs.second));
     }
     // The group of rows that row `at`, a multiple of `most`, would begin if all groups had so many.
     void copy_rows(const LinearArgs& a, int64_t at, bf16* copy) const {
@@ -570,8 +476,7 @@ private:
             const __mmask32 there = left >= 32 ? ~__mmask32(0) : left > 0 ? (__mmask32(1) << left) - 1 : 0;
             for (int64_t row = 0; row < group.count; row++, to += tile) {
                 const __m512i pairs = _mm512_maskz_loadu_epi16(there, from + row * a.x_stride + c);
-                if (order == XOrder::pairs) _mm512_storeu_si512(to, pairs);
-                else order == XOrder::floats ? store_floats(FloatPairs(pairs), to) : store_twice(FloatPairs(pairs), to);
+                floats ? store_floats(FloatPairs(pairs), to) : _mm512_storeu_si512(to, pairs);
             }
         }
     }
@@ -614,9 +519,9 @@ inline const uint8_t* weights_ahead(const DotBlocks& blocks, int64_t block, int 
 }
 
 // Rows of x as many at a time as stay in L2 with the range's blocks. Blocks are turned into `turned`, one place for each of the
-// range or, where all rows are there at once, one for all; without turn_block they lie so, as kType. What comes next is fetched meanwhile:
+// range or, where all rows are there at once, one for all; without turn_block they lie so. What comes next is fetched meanwhile:
 // weights with the first rows, then rows.
-template <Type kType, bool kBytes, bool kFloats>
+template <bool kFloats>
 inline void multiply_blocks(const DotBlocks& blocks, const DotRows& rows, BlockRange range, Turning turning, uint8_t* turned) {
     const LinearArgs& a = blocks.a;
     const int64_t tiles = a.weight.num_tiles();
@@ -646,7 +551,7 @@ inline void multiply_blocks(const DotBlocks& blocks, const DotRows& rows, BlockR
                     fetched += 2 * tiles * step;
                     const RowsOfX x = rows.group(first + group.first, group.count).from(done);
                     with_rows<kPairRows>(group.count - done, [&](auto n) {
-                        multiply_turned<kType, kBytes, kFloats, n>(weights, tiles, x, fetch, sums[part] + (group.first + done) * 16);
+                        multiply_turned<kFloats, n>(weights, tiles, x, fetch, sums[part] + (group.first + done) * 16);
                     });
                 }
             }
@@ -655,17 +560,14 @@ inline void multiply_blocks(const DotBlocks& blocks, const DotRows& rows, BlockR
     }
 }
 
-template <Type kType, bool kBytes = false>
+template <Type kType>
 inline void linear_dot_of(const LinearArgs& a, Context& context) {
     constexpr int kFloatRows = streamed_floats(kType);
     const bool floats = a.num_rows >= (kFloatRows ? least_floats(kType) : streamed_rows(kType) + 1) && floats_are_faster();
     const bool streamed = a.num_rows <= (floats ? kFloatRows : streamed_rows(kType));
-    const XOrder order = !floats ? XOrder::pairs : streamed && kType == Type::i8_turned ? XOrder::twice : XOrder::floats;
-    const DotRows all_rows(a, order, context);
+    const DotRows all_rows(a, floats, context);
     const DotBlocks blocks(a);
-    // Bytes become bf16 where floats are made of them for several groups of rows.
-    const bool turns = !is_turned(kType) || (kType == Type::i8_turned && floats && a.num_rows > kPairRows);
-    const int64_t turned_bytes = turns ? a.weight.num_tiles() * 1024 : blocks.bytes;
+    const int64_t turned_bytes = a.weight.num_tiles() * 1024;
     int64_t group = divide_up(kTaskBytes, blocks.bytes * blocks.parts), places = 1;
     if (a.num_rows > kMostRows) {
         const int64_t fair = blocks.count / (4 * context.pool.size());  // no thread waits long for another
@@ -676,16 +578,13 @@ inline void linear_dot_of(const LinearArgs& a, Context& context) {
     }
     Turning turning{};
     static_assert(!comes_turned(kType) || streamed_rows(kType) >= kTurningRows, "there are more rows than that");
-    if constexpr (kType == Type::i8_turned) {
-        if (turns) turning = {turn_pairs<kBytes>, 0};
-    } else if constexpr (!is_turned(kType)) {
+    if constexpr (kType != Type::bf16_turned) {
         turning = {turn_block<kType>, 0};
         if constexpr (comes_turned(kType))
-            if (!floats) turning = {stream_block<kType, false, kTurningRows, true>, kTurningRows};
+            if (!floats) turning = {stream_block<kType, kTurningRows, true>, kTurningRows};
     }
     if constexpr (has_half_scales(kType)) fill_half_values<kType>();
-    constexpr Type kMet = kType == Type::i8_turned ? kType : Type::bf16_turned;
-    const auto multiply = !floats ? multiply_blocks<kMet, kBytes, false> : turns ? multiply_blocks<Type::bf16_turned, false, true> : multiply_blocks<kMet, kBytes, true>;
+    const auto multiply = floats ? multiply_blocks<true> : multiply_blocks<false>;
     const EvenTasks all_tasks(blocks.count, group, context.pool.size());
     context.pool.run_parts(all_tasks.count, [&](ThreadPool::Tasks& tasks, int thread) {
         int64_t task;
@@ -697,7 +596,7 @@ inline void linear_dot_of(const LinearArgs& a, Context& context) {
             if (!streamed) multiply(blocks, rows, range, turning, turned);
             else if (!floats) stream_rows(blocks, range, [&](const uint8_t* weights, float* sums) {
                 with_rows<streamed_rows(kType)>(a.num_rows, [&](auto count) {
-                    stream_block<kType, kBytes, count>(weights, a.weight.num_tiles(), a.weight.tile_bytes(), rows.group(0, count), sums);
+                    stream_block<kType, count>(weights, a.weight.num_tiles(), a.weight.tile_bytes(), rows.group(0, count), sums);
                 });
             });
             else if constexpr (kFloatRows) stream_rows(blocks, range, [&](const uint8_t* weights, float* sums) {
@@ -715,7 +614,6 @@ inline void linear_dot(const LinearArgs& a, Context& context) {
         case Type::i8: return linear_dot_of<Type::i8>(a, context);
         case Type::i4: fill_i4_values(); return linear_dot_of<Type::i4>(a, context);
         case Type::bf16_turned: return linear_dot_of<Type::bf16_turned>(a, context);
-        case Type::i8_turned: return looks_up_bytes() ? linear_dot_of<Type::i8_turned, true>(a, context) : linear_dot_of<Type::i8_turned>(a, context);
         default: return linear_dot_of<Type::bf16>(a, context);
     }
 }

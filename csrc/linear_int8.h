@@ -1,5 +1,6 @@
-// Linear layers of eight bits on both sides: x is rounded to eight bits, with a scale for each row of its own, and integers
-// are multiplied.
+// Linear layers of integers on both sides: x is rounded to eight bits, or to sixteen, with a scale for each row of its own, and bytes
+// are multiplied. A row of sixteen bits is two rows of bytes, the high ones and the low ones: twice as much to multiply, and still half of
+// what floats take where AVX512_VNNI is. Its largest magnitude is 127 * 256 then: bf16's own rounding of a product is coarser.
 //
 // Sums of integers are exact, so a row's bits are its own, whatever is computed beside it and in which order. Weights are
 // bytes around 128 and x is signed, as VPDPBUSD (AVX512_VNNI) wants them; what 128 adds is taken off at the end. Weights of four bits
@@ -21,6 +22,8 @@
 namespace quire::QUIRE_NS {
 
 constexpr int kIntRows = 12;  // rows of x that meet a block of weights at once: their sums stay in registers
+
+constexpr int bytes_of_x(Type type) { return weight_format(type).rounds_x; }  // of a number
 
 constexpr int64_t kIntPanels = 8;  // panels of rows that stay in L2 while all weights of a task meet them, at most
 
@@ -46,29 +49,31 @@ inline int32_t sum_of(vi x) {
     return sum;
 }
 
-// x in eight bits, laid out for a kernel: panels of kRows rows at most, in them by kGroup columns: [columns / kGroup][places][kGroup]. Tiles,
-// which take 64 columns at once, find kRows places in each panel, vectors no more than they multiply, and about as many in each.
+// x in bytes, laid out for a kernel: panels of kRows rows of bytes at most, in them by kGroup columns: [columns / kGroup][places][kGroup]. Tiles,
+// which take 64 columns at once, find kRows places in each panel, vectors no more than they multiply, and about as many in each. Rows of
+// sixteen bits have two places, the first for the high bytes.
 template <int kRows, int kGroup>
 struct IntRows {
     int64_t num_rows, padded;  // rows, columns
+    int bytes;                 // of a number
     int8_t* panels;            // [panels][kRows * padded]
     float* scales;             // [rows]
-    int32_t* excess;           // [rows] what 128 adds to the sums of a row
+    int32_t* excess;           // [rows][bytes] what 128 adds to the sums of a row
     int32_t* less;             // [panels][kRows * tiles] what 8 takes from the sums of 32 columns, [tiles][places], or null
 
     // Room for them; `for_codes`: with what 8 takes from sums.
-    IntRows(const LinearArgs& a, bool for_codes, Scratch& scratch) : num_rows(a.num_rows), padded(round_up(a.weight.num_tiles() * 32, kGroup)) {
-        const int64_t room = round_up(num_rows, kRows);
+    IntRows(const LinearArgs& a, bool for_codes, Scratch& scratch) : num_rows(a.num_rows), padded(round_up(a.weight.num_tiles() * 32, kGroup)), bytes(bytes_of_x(a.weight.type)) {
+        const int64_t room = num_panels() * kRows;
         panels = scratch.get<int8_t>(room * (padded + 8 + (for_codes ? padded / 8 : 0)));
         scales = reinterpret_cast<float*>(panels + room * padded);
         excess = reinterpret_cast<int32_t*>(scales + room);
         less = for_codes ? excess + room : nullptr;
     }
-    int64_t num_panels() const { return divide_up(num_rows, kRows); }
+    int64_t num_panels() const { return divide_up(num_rows, kRows / bytes); }
     int8_t* panel(int64_t index) const { return panels + index * kRows * padded; }
     int32_t* panel_less(int64_t index) const { return less + index * kRows * (padded / 32); }
     RowGroup rows_of(int64_t index) const {
-        RowGroup rows(num_rows, kRows, index);
+        RowGroup rows(num_rows, kRows / bytes, index);
         if (kGroup != 4) rows.first = index * kRows, rows.count = num_rows - rows.first < kRows ? num_rows - rows.first : kRows;
         return rows;
     }
@@ -76,9 +81,12 @@ struct IntRows {
     void fill(const LinearArgs& a, int64_t index) const {
         const RowGroup rows = rows_of(index);
         for (int64_t place = 0; place < rows.count; place++) {
-            const int64_t at = (rows.first + place) * a.x_stride, places = kGroup == 4 ? panel_places(rows.count) : kRows;
-            if (a.type == Type::bf16) fill_row(static_cast<const bf16*>(a.x) + at, a.weight.cols, rows.first + place, index, place, places);
-            else fill_row(static_cast<const float*>(a.x) + at, a.weight.cols, rows.first + place, index, place, places);
+            const int64_t at = (rows.first + place) * a.x_stride, places = kGroup == 4 ? panel_places(rows.count * bytes) : kRows;
+            auto fill = [&](auto* x) {
+                if (bytes == 1) fill_row<1>(x + at, a.weight.cols, rows.first + place, index, place, places);
+                else if constexpr (kGroup == 4) fill_row<2>(x + at, a.weight.cols, rows.first + place, index, place, places);
+            };
+            a.type == Type::bf16 ? fill(static_cast<const bf16*>(a.x)) : fill(static_cast<const float*>(a.x));
         }
     }
     void fill_all(const LinearArgs& a, ThreadPool& pool) const {
@@ -87,15 +95,16 @@ struct IntRows {
 
 private:
     // The codes and scale of one row, as those of int8 weights are chosen (pack.h).
-    template <class T>
+    template <int kBytes, class T>
     void fill_row(const T* x, int64_t cols, int64_t row, int64_t index, int64_t place, int64_t places) const {
         constexpr int64_t kStretch = 256;  // columns that are rounded before they are laid out: to take vectors apart takes longer
-        const float most = largest_magnitude(x, cols), inverse = most > 0 ? 127.0f / most : 0.0f;
-        int8_t* out = panel(index) + place * kGroup;
-        vi total{};
+        constexpr float kMost = kBytes == 1 ? 127.0f : 127.0f * 256.0f;
+        const float most = largest_magnitude(x, cols), inverse = most > 0 ? kMost / most : 0.0f;
+        int8_t* out = panel(index) + place * kBytes * kGroup;
+        vi total[kBytes] = {};
         for (int64_t begin = 0; begin < padded; begin += kStretch) {
             const int64_t end = padded - begin < kStretch ? padded : begin + kStretch;
-            alignas(64) int8_t codes[kStretch];
+            alignas(64) int8_t codes[kBytes][kStretch];
             for (int64_t first = begin; first < end; first += 32) {
                 const T* from = x + first;
                 T last[32];
@@ -107,19 +116,25 @@ private:
                 vi tile{};
 #pragma GCC unroll 4
                 for (int i = 0; i < 32; i += kLanes) {
-                    const vi integers = nearest(min(max(load(from + i) * inverse, splat(-127.0f)), splat(127.0f)));
-                    const vb bytes = __builtin_convertvector(integers, vb);
+                    const vi integers = nearest(min(max(load(from + i) * inverse, splat(-kMost)), splat(kMost)));
+                    const vi high = kBytes == 1 ? integers : (integers + 128) >> 8;
+                    auto put = [&](int byte, vi numbers) QUIRE_ALWAYS {
+                        const vb bytes = __builtin_convertvector(numbers, vb);
+                        std::memcpy(codes[byte] + (first - begin) + i, &bytes, sizeof bytes);
+                        total[byte] += numbers;
+                    };
+                    put(0, high);
+                    if constexpr (kBytes == 2) put(1, integers - (high << 8));
                     tile += integers;
-                    std::memcpy(codes + (first - begin) + i, &bytes, sizeof bytes);
                 }
-                total += tile;
                 if (less) panel_less(index)[first / 32 * places + place] = -8 * sum_of(tile);
             }
 #pragma GCC unroll 8
-            for (int64_t i = 0; i < end - begin; i += kGroup, out += places * kGroup) std::memcpy(out, codes + i, kGroup);
+            for (int64_t i = 0; i < end - begin; i += kGroup, out += places * kGroup)
+                for (int byte = 0; byte < kBytes; byte++) std::memcpy(out + byte * kGroup, codes[byte] + i, kGroup);
         }
-        excess[row] = 128 * sum_of(total);
-        scales[row] = most / 127.0f;  // NaN where any of the row is: it shows
+        for (int byte = 0; byte < kBytes; byte++) excess[row * kBytes + byte] = 128 * sum_of(total[byte]);
+        scales[row] = most / kMost;  // NaN where any of the row is: it shows
     }
 };
 
@@ -277,20 +292,22 @@ inline void multiply_pair(const LinearArgs& a, BlockPair pair, const uint8_t* co
     const int64_t tiles = a.weight.num_tiles();
     const int8_t* x = rows.panel(panel);
     const RowGroup group = rows.rows_of(panel);
-    with_panel_places(group.count, [&](auto places) {
+    with_panel_places(group.count * rows.bytes, [&](auto places) {
         if constexpr (2 * places >= kIntRows)  // as many as there are in each of several panels
             if (!codes && rows.num_panels() > 1) return int_pair<places>(weights, tiles, x, fetch, sums);
         for (int b = 0; b < 1 + pair.has_second; b++)
             codes ? code_tile<places>(weights[b], tiles, x, rows.panel_less(panel), sums[b]) : int_tile<places>(weights[b], tiles, x, sums[b]);
     });
-    for (int64_t m = 0; m < group.count; m++) {
-        const int32_t excess = kSignedSums || codes ? 0 : rows.excess[group.first + m];
+    for (int64_t m = 0; m < group.count; m++)
         for (int i = 0; i < 16 * (1 + pair.has_second); i += kLanes) {
-            vi sum;
-            std::memcpy(&sum, sums[i / 16] + m * 16 + i % 16, sizeof sum);
-            store(values + m * 32 + i, __builtin_convertvector(sum - excess, vf) * rows.scales[group.first + m]);
+            auto sum_of_byte = [&](int byte) QUIRE_ALWAYS {
+                vi sum;
+                std::memcpy(&sum, sums[i / 16] + (m * rows.bytes + byte) * 16 + i % 16, sizeof sum);
+                return __builtin_convertvector(sum - (kSignedSums || codes ? 0 : rows.excess[(group.first + m) * rows.bytes + byte]), vf);
+            };
+            const vf sum = rows.bytes == 1 ? sum_of_byte(0) : sum_of_byte(0) * 256.0f + sum_of_byte(1);
+            store(values + m * 32 + i, sum * rows.scales[group.first + m]);
         }
-    }
     finish_pair(a, pair, values, group.first, group.count);
 }
 
@@ -299,7 +316,7 @@ inline void linear_int8(const LinearArgs& a, Context& context) {
     const Matrix& w = a.weight;
     const bool codes = w.type == Type::w4a8 && a.num_rows <= kCodeRows, expands = w.type == Type::w4a8 && !codes;
     // One panel each thread makes for itself: to wait for one that does, and to get it from there, takes longer.
-    const bool few = a.num_rows <= kIntRows, own = few && a.out != a.x;
+    const bool few = a.num_rows * bytes_of_x(w.type) <= kIntRows, own = few && a.out != a.x;
     const IntRows<kIntRows, 4> all_rows(a, codes, context.shared);
     if (!own) all_rows.fill_all(a, context.pool);
     const BlockPairs pairs(a);

@@ -35,10 +35,9 @@ inline void linear(const LinearSpec& s, const Operands& o, Context& context) {
 #endif
     if (weight_format(args.weight.type).rounds_x && !args.weight.paired) {
 #if defined(__AMX_BF16__)
-        return linear_amx_int8(args, context);
-#else
-        return linear_int8(args, context);
+        if (bytes_of_x(args.weight.type) == 1) return linear_amx_int8(args, context);
 #endif
+        return linear_int8(args, context);
     }
     if (args.weight.paired) return linear(args, context);
 #if defined(__AMX_BF16__)

@@ -9,8 +9,7 @@
 //   w4a8       -8..7 as 0..15, times the row's multiple for 32 columns, an integer of -15..15, and the row's scale: a product is of integers,
 //              then. The codes as pairs.h says, then 16 multiples in bytes.
 //   bf16_turned  as linear_dot.h multiplies them: of eight columns in turn the rows 0, 4, 8, 12, then 1, 5, 9, 13, ...
-//   i8_turned  i8's bytes likewise: 64 of them hold columns 0, 1, 4 and 5 of eight, then 2, 3, 6 and 7; in them 16 bytes the first two of
-//              rows 0 to 3 and their last two, then those of rows 4 to 7, ...
+//   w8a16      w8a8's bytes, for products with x in sixteen bits.
 //   q4_0 ...   blocks (blocks.h).
 // Paired tiles of bf16, i8, w8a8, i4, w4a8 and blocks have the order of pairs.h; bytes are a two's complement there.
 // i8 and i4 are symmetric, rounded to nearest; the i4 scale is the one of a few candidates with the least squared error.
@@ -53,18 +52,17 @@ inline void unpack_tile_row(const Matrix& m, const uint8_t* tile, int64_t row, f
             for (int c = 0; c < 32; c += kLanes) store(out + c, load(values + c));
             break;
         }
-        case Type::i8:
-        case Type::i8_turned: {
+        case Type::i8: {
             for (int c = 0; c < 32; c += kLanes) {
                 uint8_t bytes[kLanes];
-                if (m.type == Type::i8) for (int i = 0; i < kLanes; i += 8) std::memcpy(bytes + i, tile + i8_offset(row, c + i), kLanes < 8 ? kLanes : 8);
-                else for (int i = 0; i < kLanes; i++) bytes[i] = tile[i8_turned_offset(row, c + i)];
+                for (int i = 0; i < kLanes; i += 8) std::memcpy(bytes + i, tile + i8_offset(row, c + i), kLanes < 8 ? kLanes : 8);
                 const vi q = signed_bytes(bytes);
                 store(out + c, as_float(as_int(numbers_of(q & 127)) | (q & 128) << 24));
             }
             break;
         }
         case Type::w8a8:
+        case Type::w8a16:
             for (int c = 0; c < 32; c++) out[c] = float(tile[w8a8_offset(row, c)]) - 128.0f;
             break;
         case Type::w4a8:
@@ -144,10 +142,10 @@ inline void pack_i8_row(const Matrix& m, uint8_t* first_tile, int64_t row, const
             vf bounded = min(max(round_product(load(x + t * 32 + c), inverse), splat(-127.0f)), splat(127.0f));
             vi v = __builtin_convertvector(bounded, vi);
             vi magnitude = v < 0 ? -v : v;
-            vi coded = m.paired ? v & 255 : m.type == Type::w8a8 ? v + 128 : magnitude | (v < 0 ? splat_int(128) : splat_int(0));
+            vi coded = m.paired ? v & 255 : has_bytes(m.type) ? v + 128 : magnitude | (v < 0 ? splat_int(128) : splat_int(0));
             std::memcpy(q + c, &coded, sizeof coded);
         }
-        auto offset = m.paired ? paired_index : m.type == Type::w8a8 ? w8a8_offset : m.type == Type::i8_turned ? i8_turned_offset : i8_offset;
+        auto offset = m.paired ? paired_index : has_bytes(m.type) ? w8a8_offset : i8_offset;
         for (int c = 0; c < 32; c++) first_tile[t * 512 + offset(row % 16, c)] = uint8_t(q[c]);
     }
 }

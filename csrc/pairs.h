@@ -15,7 +15,6 @@ namespace quire {
 constexpr int64_t paired_index(int64_t row, int64_t col) { return row / 8 * 256 + col / 2 * 16 + row % 8 * 2 + col % 2; }
 
 inline int64_t i8_offset(int64_t row, int64_t col) { return (row / 2) * 64 + (col / 8) * 16 + (row % 2) * 8 + col % 8; }  // in a plain tile
-inline int64_t i8_turned_offset(int64_t row, int64_t col) { return (col / 8 * 2 + col / 2 % 2) * 64 + row / 4 * 16 + col / 4 % 2 * 8 + row % 4 * 2 + col % 2; }
 constexpr int64_t w8a8_offset(int64_t row, int64_t col) { return col / 4 * 64 + row * 4 + col % 4; }
 
 struct Place {  // of a code among words that several share

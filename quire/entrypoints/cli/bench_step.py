@@ -50,7 +50,7 @@ class Kernel:
     """Kernels of one kind in a step: what they must read (bytes) and multiply (operations) at least, and their time.
 
     Attributes:
-        rounds_x: they multiply bytes.
+        rounds_x: they multiply bytes, of so many an activation is made; 0: they multiply none.
     """
 
     name: str
@@ -58,11 +58,11 @@ class Kernel:
     seconds: float = 0
     num_bytes: float = 0
     operations: float = 0
-    rounds_x: bool = False
+    rounds_x: int = 0
 
     def floor(self, limits: Limits) -> float:
         """Seconds that a step can't do without."""
-        rate = limits.multiply_bytes if self.rounds_x else limits.multiply
+        rate = limits.multiply_bytes / self.rounds_x if self.rounds_x else limits.multiply
         return max(self.num_bytes / limits.read, self.operations / rate)
 
     def bound(self, limits: Limits) -> str:
@@ -239,12 +239,12 @@ def kernels_of(llm: "LLM", spent: list[_Spents], work: Work) -> list[Kernel]:
     found: dict[str, Kernel] = {}
     for tokens, own in zip((work.num_tokens, work.num_outputs), spent, strict=True):
         for op, spec, seconds in own:
-            name, num_bytes, operations, rounds_x = op, 0.0, 0.0, False
+            name, num_bytes, operations, rounds_x = op, 0.0, 0.0, 0
             if op == "linear":
                 weight, kind = spec.weight, Type(spec.weight.type)
                 name = f"product {weight.rows} x {weight.cols} {kind.name.lower().removesuffix('_turned')}"
                 num_bytes = math.prod(PackedMatrix.data_shape(weight.rows, weight.cols, kind))
-                operations, rounds_x = 2.0 * weight.rows * weight.cols * tokens, weight_format(kind).rounds_x != 0
+                operations, rounds_x = 2.0 * weight.rows * weight.cols * tokens, weight_format(kind).rounds_x
             elif op == "attention":
                 heads, window = spec.heads, spec.window or math.inf
                 num_bytes = work.read(window) * heads.num_kv_heads * heads.head_dim * 2 * key_bytes

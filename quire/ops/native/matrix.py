@@ -17,7 +17,7 @@ from quire.ops.native.structs import TYPE_OF, Type, c_struct
 BLOCK_ROWS = 16
 TILE_COLS = 32
 # What levels like best to have numbers (or "int8") as, where that is an order of their own. All can multiply all types.
-OWN_TYPES = {"avx512_bf16": {(torch.bfloat16, None): Type.BF16_TURNED, (torch.bfloat16, "int8"): Type.I8_TURNED}}
+OWN_TYPES = {"avx512_bf16": {(torch.bfloat16, None): Type.BF16_TURNED, (torch.bfloat16, "int8"): Type.W8A16}}
 PAIRED_LEVELS = {("avx2", torch.bfloat16)}  # with activations of this type, that multiply pairs of integers
 
 

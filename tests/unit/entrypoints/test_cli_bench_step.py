@@ -77,7 +77,7 @@ def test_prompts_over_several_steps_are_told_by_the_step(tmp_path: Path) -> None
     found = json.loads(figures.read_text())
     kernels = {one["name"]: one for one in found["prompts"]["kernels"]}
     assert kernels["product 256 x 704 w8a8"]["operations"] == pytest.approx(5 * 2 * 256 * 704 * 120 / 4)
-    assert [kernels[name]["rounds_x"] for name in ("product 256 x 704 w8a8", "attention")] == [True, False]
+    assert [kernels[name]["rounds_x"] for name in ("product 256 x 704 w8a8", "attention")] == [1, 0]
     # The last prompt ends in the fourth step or later: the first sequence has decoded meanwhile, and goes on with it.
     attention = next(one for one in found["decoding"]["kernels"] if one["name"] == "attention")
     assert attention["operations"] / (5 * 4 * 3 * 8 * 32) > 43.5 + 0.9
@@ -95,8 +95,10 @@ def test_a_floor_is_the_longer_time() -> None:
     assert (kernel.floor(limits), kernel.bound(limits)) == (2.0, "memory")
     kernel.operations = 300.0
     assert (kernel.floor(limits), kernel.bound(limits)) == (3.0, "multiplication")
-    kernel.rounds_x = True
+    kernel.rounds_x = 1
     assert (kernel.floor(limits), kernel.bound(limits)) == (2.0, "memory")
+    kernel.rounds_x = 2
+    assert (kernel.floor(limits), kernel.bound(limits)) == (3.0, "multiplication")
     assert Kernel("b", 1, 4.0).bound(limits) == "neither"
 
 

@@ -23,8 +23,8 @@ from quire.quantization.coded import quantize_int8
 
 DTYPES = [torch.float32, torch.bfloat16]
 # What a dense matrix is packed as.
-DENSE = [Type.F32, Type.BF16, Type.I8, Type.I4, Type.W8A8, Type.W4A8, Type.BF16_TURNED, Type.I8_TURNED]
-IN_BYTES = [Type.W8A8, Type.W4A8]  # that meet rows rounded to eight bits
+DENSE = [Type.F32, Type.BF16, Type.I8, Type.I4, Type.W8A8, Type.W4A8, Type.BF16_TURNED, Type.W8A16]
+IN_BYTES = [Type.W8A8, Type.W4A8, Type.W8A16]  # that meet rows rounded to integers
 EPSILON = {torch.float32: 2.0**-24, torch.bfloat16: 2.0**-8}  # largest relative error of one rounding
 MAX_ROWS = 300
 ROWS = [*range(1, 71), 129, 255, 256, 257, MAX_ROWS]
@@ -64,10 +64,22 @@ def packed(dense: Tensor, type: Type, paired: bool = False) -> PackedMatrix:
     return matrix
 
 
+def in_integers(x: Tensor, type: Type) -> tuple[Tensor, Tensor]:
+    """Integers and scales of rows, as a product with weights of this type, of IN_BYTES, takes them."""
+    if type is not Type.W8A16:
+        return quantize_int8(x.float())
+    most = x.float().abs().amax(1, keepdim=True)
+    most_code = torch.full_like(most, 127.0 * 256.0)
+    inverse = torch.where(most > 0, most_code / most, torch.zeros_like(most))
+    return (x.float() * inverse).round().clamp(-127 * 256, 127 * 256).to(torch.int32), most / most_code
+
+
 def as_multiplied(x: Tensor, type: Type) -> Tensor:
     """Rows as a product with weights of this type takes them."""
-    codes, scales = quantize_int8(x.float())
-    return codes * scales if type in IN_BYTES else x
+    if type not in IN_BYTES:
+        return x
+    codes, scales = in_integers(x, type)
+    return codes * scales
 
 
 def run(program: Program, inputs: list[Tensor], width: int, dtype: torch.dtype, step: StepData | None = None) -> Tensor:

@@ -32,7 +32,7 @@ def test_what_comes_out_is_what_the_twins_keep(level: str, source: torch.dtype, 
     for type in (Type.BF16, Type.BF16_TURNED):
         assert torch.equal(unpacked(packed(dense, type)), dense.bfloat16().float())
     codes, scales = quantize_int8(dense.float())
-    for type in (Type.I8, Type.I8_TURNED):
+    for type in (Type.I8, Type.W8A16):
         assert torch.equal(unpacked(packed(dense, type)), codes * scales)
     assert torch.equal(unpacked(packed(dense, Type.W8A8)), codes * scales)
     assert torch.equal(unpacked(packed(dense, Type.I4)), expanded(*quantize_int4(dense.float())))

@@ -73,7 +73,7 @@ def test_which_matrices_are_in_pairs() -> None:
         ("portable", BF16, Type.Q4_0),
         ("avx2", BF16, Type.F8_128),
         ("avx2", BF16, Type.C4_32),
-        ("avx2", BF16, Type.I8_TURNED),  # the order of another level
+        ("avx2", BF16, Type.W8A16),  # the order of another level
     ):
         assert not is_paired(level, dtype, type)
 

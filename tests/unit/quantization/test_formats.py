@@ -86,7 +86,7 @@ def test_a_level_may_have_an_order_of_its_own() -> None:
         (None, BF16, "avx512_bf16", Type.BF16_TURNED),
         (None, BF16, "amx", Type.BF16),
         (None, F32, "avx512_bf16", Type.F32),
-        ("int8", BF16, "avx512_bf16", Type.I8_TURNED),
+        ("int8", BF16, "avx512_bf16", Type.W8A16),
         ("int8", BF16, "amx", Type.I8),
         ("int8", F32, "avx512_bf16", Type.I8),
         ("int4", BF16, "avx512_bf16", Type.I4),
