@@ -8,6 +8,7 @@
 #include "linear_amx_int8.h"
 #elif defined(__AVX512BF16__)
 #include "linear_dot.h"
+#include "linear_pairs.h"
 #elif defined(__ARM_FEATURE_BF16_VECTOR_ARITHMETIC)
 #include "linear_mmla.h"
 #elif defined(__AVX2__) && !defined(__AVX512F__)
@@ -30,8 +31,8 @@ inline void linear(const LinearSpec& s, const Operands& o, Context& context) {
     void* out = static_cast<uint8_t*>(o.out.data) + s.first * type_bytes(o.out.type);
     const LinearArgs args{s.weight, s.bias, o.x.data, out, residual, o.num_rows, o.x.stride, o.out.stride, o.y.stride,
                           o.x.type, o.out.type, s.epilogue, s.lora, lora_inner(s.lora, o.x, o.num_rows, s.weight.cols, context), s.first};
-#if defined(__AVX2__) && !defined(__AVX512F__)
-    if (args.weight.paired && args.type == Type::bf16) return linear_pairs(args, context);
+#if (defined(__AVX2__) && !defined(__AVX512F__)) || (defined(__AVX512BF16__) && !defined(__AMX_BF16__))
+    if (args.weight.paired && multiplies_pairs(args.weight.type) && args.type == Type::bf16) return linear_pairs(args, context);
 #endif
     if (weight_format(args.weight.type).rounds_x && !args.weight.paired) {
 #if defined(__AMX_BF16__)

@@ -15,9 +15,16 @@
 
 namespace quire::QUIRE_NS {
 
-constexpr int kPairRows = 6;                 // rows of x in a panel, and of a register tile
-constexpr int kFewRows = 4;                  // that meet weights as they are expanded; twice as many do so in turn where that takes
-                                             // little, more meet panels of integers
+#if defined(__AVX512VNNI__)
+constexpr int kParts = 1;                    // vectors that a block's sixteen rows of two columns take
+constexpr int kPairedRows = 12;              // rows of x in a panel, and of a register tile
+constexpr int kFewPaired = 12;               // that meet weights as they are expanded; more meet panels of integers
+#else
+constexpr int kParts = 2;
+constexpr int kPairedRows = 6;
+constexpr int kFewPaired = 4;                // twice as many do so in turn where that takes little
+#endif
+constexpr int kPanelVectors = 2;             // of two columns: those of a block, or of two
 constexpr int64_t kPanelTiles = 8;           // of a panel, a superblock: with its rows of x it stays in L1
 constexpr int64_t kPanelWindow = 480;        // rows that share a panel, whose sums stay in L2
 constexpr int kRowBits = 14, kWeightBits = 12;
@@ -126,7 +133,39 @@ inline void fill_panel(const LinearArgs& a, int64_t panel, int groups, int zero,
     }
 }
 
-QUIRE_INLINE __m256i load_words(const uint8_t* p) { return _mm256_loadu_si256(reinterpret_cast<const __m256i*>(p)); }
+// Vectors of words, and of bytes made words, of a block's rows: of both halves, that lie so far apart, or of one.
+#if defined(__AVX512VNNI__)
+using Words = __m512i;
+constexpr bool multiplies_pairs(Type type) { return type == Type::i4 || is_blocks(type); }  // others meet bytes, or floats
+QUIRE_INLINE vf fused(vf a, vf b, vf c) { return (vf)_mm512_fmadd_ps((__m512)a, (__m512)b, (__m512)c); }
+QUIRE_INLINE Words load_words(const uint8_t* p, int64_t apart, int) { return two_halves(p, p + apart); }
+QUIRE_INLINE Words load_bytes(const uint8_t* p, int64_t apart, int) {
+    const __m256i first = _mm256_castsi128_si256(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p)));
+    return _mm512_cvtepi8_epi16(_mm256_inserti128_si256(first, _mm_loadu_si128(reinterpret_cast<const __m128i*>(p + apart)), 1));
+}
+QUIRE_INLINE Words right(Words words, int bits) { return _mm512_srli_epi16(words, bits); }
+QUIRE_INLINE Words left(Words words, int bits) { return _mm512_slli_epi16(words, bits); }
+QUIRE_INLINE Words all_words(int word) { return _mm512_set1_epi16(short(word)); }
+QUIRE_INLINE Words look_up(__m128i table, Words words) { return _mm512_shuffle_epi8(_mm512_broadcast_i32x4(table), words); }
+// In this register: left to GCC, sums move about, and through memory. Likewise below, and in this order: all products would come before all sums.
+QUIRE_INLINE void add_pairs(Words& sum, Words weights, Words x) { asm("vpdpwssd %2, %1, %0" : "+v"(sum) : "v"(weights), "v"(x)); }
+#else
+using Words = __m256i;
+constexpr bool multiplies_pairs(Type) { return true; }
+QUIRE_INLINE vf fused(vf a, vf b, vf c) { return (vf)_mm256_fmadd_ps((__m256)a, (__m256)b, (__m256)c); }
+QUIRE_INLINE Words load_words(const uint8_t* p, int64_t apart, int part) { return _mm256_loadu_si256(reinterpret_cast<const __m256i*>(p + part * apart)); }
+QUIRE_INLINE Words load_bytes(const uint8_t* p, int64_t apart, int part) {
+    return _mm256_cvtepi8_epi16(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p + part * apart)));
+}
+QUIRE_INLINE Words right(Words words, int bits) { return _mm256_srli_epi16(words, bits); }
+QUIRE_INLINE Words left(Words words, int bits) { return _mm256_slli_epi16(words, bits); }
+QUIRE_INLINE Words all_words(int word) { return _mm256_set1_epi16(short(word)); }
+QUIRE_INLINE Words look_up(__m128i table, Words words) { return _mm256_shuffle_epi8(_mm256_broadcastsi128_si256(table), words); }
+QUIRE_INLINE void add_pairs(Words& sum, Words weights, Words x) {
+    asm volatile("vpaddd %1, %0, %0" : "+x"(sum) : "x"(_mm256_madd_epi16(weights, x)));
+}
+#endif
+QUIRE_INLINE Words two_columns(const int32_t* codes) { return (Words)splat_int(*codes); }
 
 // A tile's weights as integers, a half's pairs of columns in turn, of which kZero means 0, and what the rows' sums are
 // multiplied with: `scale`, and `shift` with the sum of x. kMade: making integers takes more than multiplying them.
@@ -147,27 +186,26 @@ struct PairedTile<kType, true> {
         scales.read(from, t);
     }
     QUIRE_ALWAYS void prepare() {}
-    QUIRE_ALWAYS __m256 scale(int half, int group) const { return _mm256_loadu_ps(scales.scale(group) + 8 * half); }
-    QUIRE_ALWAYS __m256 shift(int half, int group) const {
-        const __m256 shift = _mm256_loadu_ps(scales.shift(group) + 8 * half);
-        return f.is_own() ? _mm256_mul_ps(scale(half, group), _mm256_sub_ps(_mm256_setzero_ps(), shift)) : shift;
+    QUIRE_ALWAYS vf scale(int part, int group) const { return load(scales.scale(group) + kLanes * part); }
+    QUIRE_ALWAYS vf shift(int part, int group) const {
+        const vf shift = load(scales.shift(group) + kLanes * part);
+        return f.is_own() ? scale(part, group) * (vf{} - shift) : shift;
     }
-    QUIRE_ALWAYS __m256i pair(int half, int p) const {
-        if constexpr (f.bits == 8) return _mm256_cvtepi8_epi16(_mm_loadu_si128(reinterpret_cast<const __m128i*>(tile + half * 256 + p * 16)));
-        __m256i codes = _mm256_setzero_si256();
+    QUIRE_ALWAYS Words pair(int part, int p) const {
+        if constexpr (f.bits == 8) return load_bytes(tile + p * 16, 256, part);
+        vi codes{};
         // A plane's codes, the first bit where a code has it.
         auto add = [&](int offset, int first, int bits) QUIRE_ALWAYS {
-            const int shared = 16 / bits, right = p % shared * bits - first;
-            const __m256i words = load_words(tile + offset + half * (512 / shared) + p / shared * 32);
-            const __m256i placed = right >= 0 ? _mm256_srli_epi16(words, right) : _mm256_slli_epi16(words, -right);
-            codes = _mm256_or_si256(codes, _mm256_and_si256(placed, _mm256_set1_epi16(short(((1 << bits) - 1) << first))));
+            const int shared = 16 / bits, by = p % shared * bits - first;
+            const Words words = load_words(tile + offset + p / shared * 32, 512 / shared, part);
+            codes |= (vi)(by >= 0 ? right(words, by) : left(words, -by)) & (vi)all_words(((1 << bits) - 1) << first);
         };
         for_planes(f, add);
         if constexpr (f.curved) {  // above -127
-            const __m256i table = _mm256_broadcastsi128_si256(_mm_setr_epi8(0, 23, 44, 62, 78, 92, 105, 117, char(128), char(140), char(152), char(165), char(180), char(196), char(216), char(240)));
-            codes = _mm256_shuffle_epi8(table, _mm256_or_si256(codes, _mm256_set1_epi16(short(0x8000))));
+            const __m128i table = _mm_setr_epi8(0, 23, 44, 62, 78, 92, 105, 117, char(128), char(140), char(152), char(165), char(180), char(196), char(216), char(240));
+            codes = (vi)look_up(table, (Words)(codes | (vi)all_words(0x8000)));
         }
-        return codes;
+        return (Words)codes;
     }
 };
 
@@ -179,17 +217,15 @@ struct PairedTile<Type::i8, false> {
 
     QUIRE_ALWAYS void read(const uint8_t* from, int64_t) { tile = from; }
     QUIRE_ALWAYS void prepare() {}
-    QUIRE_ALWAYS __m256 scale(int, int) const { return _mm256_set1_ps(1); }
-    QUIRE_ALWAYS __m256 shift(int, int) const { return _mm256_setzero_ps(); }
-    QUIRE_ALWAYS __m256i pair(int half, int p) const {
-        return _mm256_cvtepi8_epi16(_mm_loadu_si128(reinterpret_cast<const __m128i*>(tile + half * 256 + p * 16)));
-    }
+    QUIRE_ALWAYS vf scale(int, int) const { return splat(1); }
+    QUIRE_ALWAYS vf shift(int, int) const { return vf{}; }
+    QUIRE_ALWAYS Words pair(int part, int p) const { return load_bytes(tile + p * 16, 256, part); }
 };
 
-// Codes of four bits of a half, the columns' p-th pair.
-QUIRE_INLINE __m256i nibble_pair(const uint8_t* codes, int p) {
-    const __m256i words = _mm256_srli_epi16(load_words(codes + p / 4 * 32), p % 4 * 4);
-    return p % 4 == 3 ? words : _mm256_and_si256(words, _mm256_set1_epi16(15));
+// Codes of four bits, the columns' p-th pair.
+QUIRE_INLINE Words nibble_pair(const uint8_t* codes, int part, int p) {
+    const Words words = right(load_words(codes + p / 4 * 32, 128, part), p % 4 * 4);
+    return p % 4 == 3 ? words : (Words)((vi)words & (vi)all_words(15));
 }
 
 template <>
@@ -200,9 +236,9 @@ struct PairedTile<Type::i4, false> {
 
     QUIRE_ALWAYS void read(const uint8_t* from, int64_t) { tile = from; }
     QUIRE_ALWAYS void prepare() {}
-    QUIRE_ALWAYS __m256 scale(int half, int) const { return (__m256)load(reinterpret_cast<const bf16*>(tile) + 8 * half); }
-    QUIRE_ALWAYS __m256 shift(int, int) const { return _mm256_setzero_ps(); }
-    QUIRE_ALWAYS __m256i pair(int half, int p) const { return nibble_pair(tile + 32 + half * 128, p); }
+    QUIRE_ALWAYS vf scale(int part, int) const { return load(reinterpret_cast<const bf16*>(tile) + kLanes * part); }
+    QUIRE_ALWAYS vf shift(int, int) const { return vf{}; }
+    QUIRE_ALWAYS Words pair(int part, int p) const { return nibble_pair(tile + 32, part, p); }
 };
 
 template <>
@@ -213,11 +249,12 @@ struct PairedTile<Type::w4a8, false> {
 
     QUIRE_ALWAYS void read(const uint8_t* from, int64_t) { tile = from; }
     QUIRE_ALWAYS void prepare() {}
-    QUIRE_ALWAYS __m256 scale(int half, int) const { return (__m256)numbers_of(signed_bytes(tile + 256 + 8 * half)); }
-    QUIRE_ALWAYS __m256 shift(int, int) const { return _mm256_setzero_ps(); }
-    QUIRE_ALWAYS __m256i pair(int half, int p) const { return nibble_pair(tile + half * 128, p); }
+    QUIRE_ALWAYS vf scale(int part, int) const { return numbers_of(signed_bytes(tile + 256 + kLanes * part)); }
+    QUIRE_ALWAYS vf shift(int, int) const { return vf{}; }
+    QUIRE_ALWAYS Words pair(int part, int p) const { return nibble_pair(tile, part, p); }
 };
 
+#if !defined(__AVX512VNNI__)
 template <>
 struct PairedTile<Type::bf16, false> {
     static constexpr int kGroups = 1, kZero = 0;
@@ -233,7 +270,7 @@ struct PairedTile<Type::bf16, false> {
             __m256i most[2] = {_mm256_setzero_si256(), _mm256_setzero_si256()};
 #pragma GCC unroll 16
             for (int p = 0; p < 16; p++)
-                most[p % 2] = _mm256_max_epi16(most[p % 2], _mm256_and_si256(load_words(tile + half * 512 + p * 32), _mm256_set1_epi16(0x7fff)));
+                most[p % 2] = _mm256_max_epi16(most[p % 2], _mm256_and_si256(load_words(tile + p * 32, 512, half), _mm256_set1_epi16(0x7fff)));
             const __m256i both = _mm256_max_epi16(most[0], most[1]);
             const __m256i largest = _mm256_max_epi32(_mm256_srli_epi32(both, 16), _mm256_and_si256(both, _mm256_set1_epi32(0xffff)));
             __m256i exponent = _mm256_srli_epi32(largest, 7);
@@ -244,43 +281,42 @@ struct PairedTile<Type::bf16, false> {
             unit[half] = _mm256_castsi256_ps(_mm256_or_si256(field, is_broken));
         }
     }
-    QUIRE_ALWAYS __m256 scale(int half, int) const { return unit[half]; }
-    QUIRE_ALWAYS __m256 shift(int, int) const { return _mm256_setzero_ps(); }
+    QUIRE_ALWAYS vf scale(int half, int) const { return (vf)unit[half]; }
+    QUIRE_ALWAYS vf shift(int, int) const { return vf{}; }
     QUIRE_ALWAYS __m256i pair(int half, int p) const {
-        const __m256i words = load_words(tile + half * 512 + p * 32);
+        const __m256i words = load_words(tile + p * 32, 512, half);
         const __m256 magic = _mm256_set1_ps(12582912.0f);  // an integer's bits are a sum's lowest then
         const __m256 even = _mm256_fmadd_ps(_mm256_castsi256_ps(_mm256_slli_epi32(words, 16)), factor[half], magic);
         const __m256 odd = _mm256_fmadd_ps(_mm256_castsi256_ps(_mm256_and_si256(words, _mm256_set1_epi32(int(0xffff0000)))), factor[half], magic);
         return _mm256_blend_epi16(_mm256_castps_si256(even), _mm256_slli_epi32(_mm256_castps_si256(odd), 16), 0xaa);
     }
 };
+#endif
 
-// Adds to a row's eight totals those of a group of columns. `unit` is the row's, in a panel of kWidth.
-template <class Tile, int kWidth>
-QUIRE_INLINE __m256 add_group(__m256 total, __m256i sum, __m256 scale, __m256 shift, const float* unit, int group) {
-    const __m256 counted_in = _mm256_broadcast_ss(unit);
-    total = _mm256_fmadd_ps(_mm256_cvtepi32_ps(sum), Tile::kScaled ? _mm256_mul_ps(scale, counted_in) : counted_in, total);
-    return Tile::kShifted ? _mm256_fmadd_ps(shift, _mm256_broadcast_ss(unit + (1 + group) * kWidth), total) : total;
+// Adds to a row's totals those of a group of columns. `unit` is the row's, in a panel of `width`.
+template <class Tile>
+QUIRE_INLINE vf add_group(vf total, Words sum, vf scale, vf shift, const float* unit, int group, int width) {
+    const vf counted_in = splat(*unit);
+    total = fused(__builtin_convertvector((vi)sum, vf), Tile::kScaled ? scale * counted_in : counted_in, total);
+    return Tile::kShifted ? fused(shift, splat(unit[(1 + group) * width]), total) : total;
 }
 // What a sum of products begins with.
-template <class Tile, int kWidth>
-QUIRE_INLINE __m256i first_sum(const float* unit, int group) {
-    return Tile::kZero ? _mm256_castps_si256(_mm256_broadcast_ss(unit + (1 + group) * kWidth)) : _mm256_setzero_si256();
+template <class Tile>
+QUIRE_INLINE Words first_sum(const float* unit, int group, int width) {
+    return Tile::kZero ? (Words)splat(unit[(1 + group) * width]) : (Words)vi{};
 }
-QUIRE_INLINE __m256i two_columns(const int32_t* codes) { return _mm256_set1_epi32(*codes); }
-
-// In this order and in this register: left to GCC, all products come before all sums, in the sums' registers or in memory.
-QUIRE_INLINE void add_in_place(__m256i& sum, __m256i x) { asm volatile("vpaddd %1, %0, %0" : "+x"(sum) : "x"(x)); }
 
 // A few rows of x from `first` on, and a block's sixteen rows of weights, over all columns; sums [row][16].
-template <class Tile, int kRows>
+template <class Tile, int kRows, int kWidth>
 QUIRE_ONE_COPY void few_rows(const Matrix& w, int64_t block, const PairedRows& x, int64_t first, float* sums) {
     constexpr int kPairs = 16 / Tile::kGroups;
+    constexpr int kApart = kParts == 1 && kRows < 4 ? (kRows + 3) / kRows : 1;  // sums of a row, added at the end: one product would wait for another
     const int64_t bytes = w.tile_bytes();
     const uint8_t* from = w.tile(block, 0);
     Tile tile;
-    __m256 total[kRows][2];
-    for (int m = 0; m < kRows; m++) total[m][0] = total[m][1] = _mm256_setzero_ps();
+    vf total[kRows][kParts];
+    for (int m = 0; m < kRows; m++)
+        for (int part = 0; part < kParts; part++) total[m][part] = vf{};
     for (int64_t t = 0; t < x.num_tiles; t++, from += bytes) {
         tile.read(from, t);
         const int32_t* codes = x.panel(first, t);
@@ -289,39 +325,47 @@ QUIRE_ONE_COPY void few_rows(const Matrix& w, int64_t block, const PairedRows& x
         tile.prepare();
 #pragma GCC unroll 2
         for (int group = 0; group < Tile::kGroups; group++) {
-            __m256i acc[kRows][2];
-#pragma GCC unroll 4
-            for (int m = 0; m < kRows; m++) acc[m][0] = acc[m][1] = first_sum<Tile, kFewRows>(unit + m, group);
+            Words acc[kApart][kRows][kParts];
+#pragma GCC unroll 12
+            for (int m = 0; m < kRows; m++)
+                for (int part = 0; part < kParts; part++) {
+                    acc[0][m][part] = first_sum<Tile>(unit + m, group, kWidth);
+                    for (int i = 1; i < kApart; i++) acc[i][m][part] = (Words)vi{};
+                }
 #pragma GCC unroll 16
             for (int i = 0; i < kPairs; i++) {
                 const int p = group * kPairs + i;
-                const __m256i low = tile.pair(0, p), high = tile.pair(1, p);
-#pragma GCC unroll 4
+                Words weights[kParts];
+                for (int part = 0; part < kParts; part++) weights[part] = tile.pair(part, p);
+#pragma GCC unroll 12
                 for (int m = 0; m < kRows; m++) {
-                    const __m256i columns = two_columns(codes + p * kFewRows + m);
-                    add_in_place(acc[m][0], _mm256_madd_epi16(low, columns));
-                    add_in_place(acc[m][1], _mm256_madd_epi16(high, columns));
+                    const Words columns = two_columns(codes + p * kWidth + m);
+                    for (int part = 0; part < kParts; part++) add_pairs(acc[i % kApart][m][part], weights[part], columns);
                 }
             }
-#pragma GCC unroll 4
+#pragma GCC unroll 12
             for (int m = 0; m < kRows; m++)
 #pragma GCC unroll 2
-                for (int half = 0; half < 2; half++)
-                    total[m][half] = add_group<Tile, kFewRows>(total[m][half], acc[m][half], tile.scale(half, group), tile.shift(half, group), unit + m, group);
+                for (int part = 0; part < kParts; part++) {
+                    vi sum = (vi)acc[0][m][part];
+                    for (int i = 1; i < kApart; i++) sum += (vi)acc[i][m][part];
+                    total[m][part] = add_group<Tile>(total[m][part], (Words)sum, tile.scale(part, group), tile.shift(part, group), unit + m, group, kWidth);
+                }
         }
     }
     for (int m = 0; m < kRows; m++)
-        for (int half = 0; half < 2; half++) _mm256_storeu_ps(sums + m * 16 + half * 8, total[m][half]);
+        for (int part = 0; part < kParts; part++) store(sums + m * 16 + part * kLanes, total[m][part]);
 }
 
-// Tiles of a block of weights as integers, in L1, and what belongs to them.
+// Tiles of a block of weights as integers, in L1, and what belongs to them; of two blocks where a vector has one's.
 struct WeightPanel {
-    alignas(64) int16_t codes[kPanelTiles][2][256];
-    alignas(64) float scale[kPanelTiles][2][16], shift[kPanelTiles][2][16];
+    alignas(64) int16_t codes[kPanelTiles][kPanelVectors][32 * kLanes];
+    alignas(64) float scale[kPanelTiles][2][kPanelVectors * kLanes], shift[kPanelTiles][2][kPanelVectors * kLanes];
 };
 
+// `place`: of the block's vectors among the panel's.
 template <class Tile>
-QUIRE_ONE_COPY void expand_panel(const Matrix& w, int64_t block, int64_t begin, int64_t end, WeightPanel& out) {
+QUIRE_ONE_COPY void expand_panel(const Matrix& w, int64_t block, int64_t begin, int64_t end, int place, WeightPanel& out) {
     const int64_t bytes = w.tile_bytes(), ahead = kPanelTiles * bytes;
     const uint8_t* from = w.tile(block, begin);
     Tile tile;
@@ -330,55 +374,62 @@ QUIRE_ONE_COPY void expand_panel(const Matrix& w, int64_t block, int64_t begin, 
         tile.read(from, t);
         tile.prepare();
 #pragma GCC unroll 2
-        for (int half = 0; half < 2; half++) {
+        for (int part = 0; part < kParts; part++) {
+            const int at = place + part;
 #pragma GCC unroll 16
-            for (int p = 0; p < 16; p++) _mm256_store_si256(reinterpret_cast<__m256i*>(out.codes[t - begin][half] + p * 16), tile.pair(half, p));
+            for (int p = 0; p < 16; p++) {
+                const Words words = tile.pair(part, p);
+                std::memcpy(out.codes[t - begin][at] + p * 2 * kLanes, &words, sizeof words);
+            }
             for (int group = 0; group < Tile::kGroups; group++) {
-                _mm256_store_ps(out.scale[t - begin][group] + half * 8, tile.scale(half, group));
-                if (Tile::kShifted) _mm256_store_ps(out.shift[t - begin][group] + half * 8, tile.shift(half, group));
+                store(out.scale[t - begin][group] + at * kLanes, tile.scale(part, group));
+                if (Tile::kShifted) store(out.shift[t - begin][group] + at * kLanes, tile.shift(part, group));
             }
         }
     }
 }
 
-// A panel of weights and kRows rows of one of x; sums [row][16].
+// A panel of weights and kRows rows of one of x; sums [row][kPanelVectors * kLanes].
 template <class Tile, int kRows>
 QUIRE_ONE_COPY void panel_rows(const WeightPanel& w, int64_t num_tiles, const int32_t* codes, const float* unit, float* sums) {
     constexpr int kPairs = 16 / Tile::kGroups;
-    for (int64_t t = 0; t < num_tiles; t++, unit += 3 * kPairRows) {
+    for (int64_t t = 0; t < num_tiles; t++, unit += 3 * kPairedRows) {
         asm volatile("" : : : "memory");  // sums stay where they are: there is no register for them
         for (int group = 0; group < Tile::kGroups; group++) {
-            __m256i acc[kRows][2];
-#pragma GCC unroll 6
-            for (int m = 0; m < kRows; m++) acc[m][0] = acc[m][1] = first_sum<Tile, kPairRows>(unit + m, group);
-            const int16_t *first = w.codes[t][0] + group * kPairs * 16, *second = w.codes[t][1] + group * kPairs * 16;
-            for (int p = 0; p < kPairs; p++, codes += kPairRows) {
-                const __m256i low = _mm256_load_si256(reinterpret_cast<const __m256i*>(first + p * 16));
-                const __m256i high = _mm256_load_si256(reinterpret_cast<const __m256i*>(second + p * 16));
-#pragma GCC unroll 6
+            Words acc[kRows][2];
+#pragma GCC unroll 12
+            for (int m = 0; m < kRows; m++) acc[m][0] = acc[m][1] = first_sum<Tile>(unit + m, group, kPairedRows);
+            const int16_t *first = w.codes[t][0] + group * kPairs * 2 * kLanes, *second = w.codes[t][1] + group * kPairs * 2 * kLanes;
+            for (int p = 0; p < kPairs; p++, codes += kPairedRows) {
+                Words weights[2];
+                std::memcpy(weights, first + p * 2 * kLanes, sizeof(Words));
+                std::memcpy(weights + 1, second + p * 2 * kLanes, sizeof(Words));
+#pragma GCC unroll 12
                 for (int m = 0; m < kRows; m++) {
-                    const __m256i columns = two_columns(codes + m);
-                    add_in_place(acc[m][0], _mm256_madd_epi16(low, columns));
-                    add_in_place(acc[m][1], _mm256_madd_epi16(high, columns));
+                    const Words columns = two_columns(codes + m);
+                    add_pairs(acc[m][0], weights[0], columns);
+                    add_pairs(acc[m][1], weights[1], columns);
                 }
             }
             const float *scale = w.scale[t][group], *shift = w.shift[t][group];
-#pragma GCC unroll 6
+#pragma GCC unroll 12
             for (int m = 0; m < kRows; m++)
-                for (int half = 0; half < 2; half++) {
-                    float* to = sums + m * 16 + half * 8;
-                    const __m256 total = add_group<Tile, kPairRows>(_mm256_loadu_ps(to), acc[m][half], _mm256_load_ps(scale + half * 8),
-                                                         _mm256_load_ps(shift + half * 8), unit + m, group);
-                    _mm256_storeu_ps(to, total);
+#pragma GCC unroll 2
+                for (int i = 0; i < 2; i++) {
+                    float* to = sums + (m * 2 + i) * kLanes;
+                    store(to, add_group<Tile>(load(to), acc[m][i], load(scale + i * kLanes), load(shift + i * kLanes), unit + m, group, kPairedRows));
                 }
         }
     }
 }
 
+// Rows of a panel that few are: one kernel for each width.
+constexpr int few_width(int num_rows) { return num_rows <= 4 ? num_rows : (num_rows + 1) / 2 * 2; }
+
 template <class Tile>
 void linear_paired(const LinearArgs& a, Context& context) {
-    const bool few = a.num_rows <= kFewRows * (Tile::kMade ? 1 : 2);
-    const int width = few ? kFewRows : kPairRows;
+    const bool few = a.num_rows <= kFewPaired * (Tile::kMade ? 1 : kParts);
+    const int width = !few ? kPairedRows : kParts == 1 ? few_width(int(a.num_rows)) : kFewPaired;
     // One panel each thread makes for itself: to wait for one that does, and to get it from there, takes longer.
     const bool own = few && a.num_rows <= width && a.out != a.x;
     const PairedRows x(a, width, context.shared);
@@ -393,20 +444,22 @@ void linear_paired(const LinearArgs& a, Context& context) {
             if (!tasks.take(block)) return;
             const PairedRows rows = own ? PairedRows(a, width, context.thread_scratch2[thread]) : x;
             if (own) fill(rows, 0, thread);
-            alignas(64) float sums[2][2 * kFewRows * 16];
+            alignas(64) float sums[2][kParts * kFewPaired * 16];
             do {
                 for (int part = 0; part < 1 + gated; part++)
-                    for (int64_t m = 0; m < a.num_rows; m += kFewRows)
-                        with_rows<kFewRows>(a.num_rows - m, [&](auto num) {
-                            few_rows<Tile, num>(w, block + part * count, rows, m, sums[part] + m * 16);
+                    for (int64_t m = 0; m < a.num_rows; m += kFewPaired)
+                        with_rows<kFewPaired>(kParts == 1 ? width : a.num_rows - m, [&](auto num) {
+                            constexpr int kWidth = kParts == 1 ? int(num) : kFewPaired;
+                            if constexpr (kParts == 2 || num == few_width(num)) few_rows<Tile, num, kWidth>(w, block + part * count, rows, m, sums[part] + m * 16);
                         });
                 finish(a, {sums[0], gated ? sums[1] : nullptr, 16, 16, block * 16, (block + count) * 16, 0, a.num_rows});
             } while (tasks.take(block));
         });
         return;
     }
-    // Two blocks share rows of x in L1: gate and up, or neighbours.
+    // Two blocks share rows of x in L1, or in registers: gate and up, or neighbours.
     const int64_t at_once = gated ? 1 : 2;
+    constexpr int64_t kStride = kPanelVectors * kLanes;
     context.pool.run(divide_up(count, at_once), [&](int64_t task, int thread) {
         const int64_t block = task * at_once, other = gated ? block + count : block + 1;
         const bool both = gated || other < count;
@@ -414,17 +467,23 @@ void linear_paired(const LinearArgs& a, Context& context) {
         WeightPanel* panels = context.thread_scratch[thread].get<WeightPanel>(2);
         for (int64_t first = 0; first < a.num_rows; first += kPanelWindow) {
             const int64_t rows = a.num_rows - first < kPanelWindow ? a.num_rows - first : kPanelWindow;
-            float* second = sums + rows * 16;
-            std::memset(sums, 0, 2 * rows * 16 * sizeof(float));
+            const int num_panels = kParts == 1 ? 1 : 1 + both;
+            std::memset(sums, 0, num_panels * rows * kStride * sizeof(float));
             for (int64_t t = 0; t < x.num_tiles; t += kPanelTiles) {
                 const int64_t end = t + kPanelTiles < x.num_tiles ? t + kPanelTiles : x.num_tiles;
-                for (int part = 0; part < 1 + both; part++) expand_panel<Tile>(w, part ? other : block, t, end, panels[part]);
-                for (int64_t m = 0; m < rows; m += kPairRows)
-                    for (int part = 0; part < 1 + both; part++)
-                        with_rows<kPairRows>(rows - m < kPairRows ? rows - m : kPairRows, [&](auto num) {
-                            panel_rows<Tile, num>(panels[part], end - t, x.panel(first + m, t), x.unit(first + m, t), (part ? second : sums) + m * 16);
+                for (int part = 0; part < (kParts == 1 ? 2 : 1 + both); part++)
+                    expand_panel<Tile>(w, part && both ? other : block, t, end, kParts == 1 ? part : 0, panels[kParts == 1 ? 0 : part]);
+                for (int64_t m = 0; m < rows; m += kPairedRows)
+                    for (int i = 0; i < num_panels; i++)
+                        with_rows<kPairedRows>(rows - m < kPairedRows ? rows - m : kPairedRows, [&](auto num) {
+                            panel_rows<Tile, num>(panels[i], end - t, x.panel(first + m, t), x.unit(first + m, t), sums + (i * rows + m) * kStride);
                         });
             }
+            if constexpr (kParts == 1) {
+                finish_pair(a, {block, other, both}, sums, first, rows);
+                continue;
+            }
+            const float* second = sums + rows * kStride;
             finish(a, {sums, gated ? second : nullptr, 16, 16, block * 16, other * 16, first, rows});
             if (both && !gated) finish(a, {second, nullptr, 16, 16, other * 16, 0, first, rows});
         }
@@ -434,10 +493,12 @@ void linear_paired(const LinearArgs& a, Context& context) {
 // Formats whose codes are no integers are not paired.
 inline void linear_pairs(const LinearArgs& a, Context& context) {
     if (a.num_rows == 0) return;
+#if !defined(__AVX512VNNI__)
     if (a.weight.type == Type::bf16) return linear_paired<PairedTile<Type::bf16>>(a, context);
     if (a.weight.type == Type::i8 || a.weight.type == Type::w8a8) return linear_paired<PairedTile<Type::i8>>(a, context);
-    if (a.weight.type == Type::i4) return linear_paired<PairedTile<Type::i4>>(a, context);
     if (a.weight.type == Type::w4a8) return linear_paired<PairedTile<Type::w4a8>>(a, context);
+#endif
+    if (a.weight.type == Type::i4) return linear_paired<PairedTile<Type::i4>>(a, context);
     with_blocks(a.weight.type, [&](auto type) {
         if constexpr (block_format(type).has_integers()) linear_paired<PairedTile<type>>(a, context);
     });

@@ -18,18 +18,19 @@ BLOCK_ROWS = 16
 TILE_COLS = 32
 # What levels like best to have numbers (or "int8") as, where that is an order of their own. All can multiply all types.
 OWN_TYPES = {"avx512_bf16": {(torch.bfloat16, None): Type.BF16_TURNED, (torch.bfloat16, "int8"): Type.W8A16}}
-PAIRED_LEVELS = {("avx2", torch.bfloat16)}  # with activations of this type, that multiply pairs of integers
+# Levels that multiply pairs of integers where activations are bfloat16, and types that they multiply otherwise.
+PAIRED_LEVELS: dict[str, set[Type]] = {"avx2": set(), "avx512_bf16": {Type.BF16, Type.I8, Type.W8A8, Type.W4A8}}
 
 
 def is_paired(level: str, dtype: torch.dtype, type: Type) -> bool:
     """Whether a level wants matrices of this type in the order of pairs (csrc/pairs.h)."""
-    return (level, dtype) in PAIRED_LEVELS and weight_format(type).has_pairs != 0
+    return dtype is torch.bfloat16 and type not in PAIRED_LEVELS.get(level, Type) and weight_format(type).has_pairs != 0
 
 
 def orders_of(level: str) -> list[str]:
     """What tells files of a level's packed weights from those of others."""
     own = [type.name for type in OWN_TYPES.get(level, {}).values()]
-    return own + ["pairs" for owner, _ in PAIRED_LEVELS if owner == level]
+    return own + ["pairs"] * (level in PAIRED_LEVELS)
 
 
 @cache

@@ -36,8 +36,15 @@ KEPT = [type for type in BLOCKS + OWN if type not in (Type.F8_128, Type.C4_32)] 
 
 
 @pytest.fixture
-def of_integers(level: str) -> None:
-    """For levels that multiply integers."""
+def of_integers(level: str, request: pytest.FixtureRequest) -> None:
+    """For levels that multiply integers: of the test's type, if it has one."""
+    if not is_paired(level, BF16, request.node.callspec.params.get("type", Type.I4)):
+        pytest.skip(f"{level} multiplies them as they are")
+
+
+@pytest.fixture
+def of_numbers(level: str) -> None:
+    """For levels that make integers of bfloat16."""
     if not is_paired(level, BF16, Type.BF16):
         pytest.skip(f"{level} multiplies numbers as they are")
 
@@ -67,9 +74,14 @@ def test_which_matrices_are_in_pairs() -> None:
     assert is_paired("avx2", BF16, Type.I8)
     assert is_paired("avx2", BF16, Type.BF16)
     assert is_paired("avx2", BF16, Type.Q4_K)
+    assert is_paired("avx512_bf16", BF16, Type.Q4_K)
+    assert is_paired("avx512_bf16", BF16, Type.I4)
     for level, dtype, type in (
         ("avx2", torch.float32, Type.I8),  # float32 models keep what they are
         ("avx512", BF16, Type.BF16),
+        ("avx512_bf16", BF16, Type.BF16),  # which multiplies bytes and floats
+        ("avx512_bf16", BF16, Type.I8),
+        ("avx512_bf16", torch.float32, Type.I4),
         ("portable", BF16, Type.Q4_0),
         ("avx2", BF16, Type.F8_128),
         ("avx2", BF16, Type.C4_32),
@@ -183,10 +195,11 @@ class TestProducts:
             torch.testing.assert_close(found.double(), exact[:rows], rtol=1e-2 if type is Type.I4 else 1e-6, atol=0.0)
 
     def test_more_rows_than_share_a_panel(self) -> None:
-        matrix, x = packed(draw(40, 300), Type.BF16, paired=True), draw(1000, 300, dtype=BF16)
+        matrix, x = packed(draw(40, 300), Type.I4, paired=True), draw(1000, 300, dtype=BF16)
         product = Product(matrix, BF16)
         assert torch.equal(product(x), torch.cat([product(part) for part in x.split(130)]))
 
+    @pytest.mark.usefixtures("of_numbers")
     def test_nothing_is_lost_beside_what_bfloat16_rounds(self) -> None:
         """Results in float32 are within 1/5000 of the numbers' own product, where bfloat16 rounds by 1/600."""
         dense, x = draw(64, 1024, dtype=BF16, seed=1), draw(40, 1024, dtype=BF16)
@@ -196,6 +209,7 @@ class TestProducts:
             found = Product(matrix, BF16, out_dtype=torch.float32)(x)
             assert (found - exact).norm() / exact.norm() < bound
 
+    @pytest.mark.usefixtures("of_numbers")
     def test_a_large_neighbour_takes_nothing_from_other_groups(self) -> None:
         """Activations have columns a thousand times as large as the rest: 31 others lose bits, and no more."""
         x, weight = torch.zeros(1, 96, dtype=BF16), torch.zeros(2, 96, dtype=BF16)
@@ -207,7 +221,9 @@ class TestProducts:
         assert abs(found[0, 1] - 2 * third) <= 3000 * 2.0**-14
 
     @each({"type": [*MADE, Type.Q8_0, Type.Q4_K], "rows": [3, 16, 40]})
-    def test_nan_and_infinity_stay_in_their_rows(self, type: Type, rows: int) -> None:
+    def test_nan_and_infinity_stay_in_their_rows(self, level: str, type: Type, rows: int) -> None:
+        if not is_paired(level, BF16, type):
+            return
         make = packed(draw(50, 256), type, paired=True) if type in MADE else None
         matrix = make or matrix_of(blocks_of(type, 50, 256), type, 256, paired=True)
         x = draw(rows, 256, dtype=BF16)
@@ -221,7 +237,9 @@ class TestProducts:
         assert not found[2].isfinite().any()
 
     @each({"broken": [torch.nan, torch.inf], "type": MADE, "rows": [1, 9]})
-    def test_a_broken_weight_shows(self, type: Type, broken: float, rows: int) -> None:
+    def test_a_broken_weight_shows(self, level: str, type: Type, broken: float, rows: int) -> None:
+        if not is_paired(level, BF16, type):
+            return
         dense = draw(20, 70)
         dense[3, 65] = broken
         found = Product(packed(dense, type, paired=True), BF16)(draw(rows, 70, dtype=BF16))
@@ -229,6 +247,7 @@ class TestProducts:
         assert found[:, :3].isfinite().all()
         assert found[:, 4:].isfinite().all()
 
+    @pytest.mark.usefixtures("of_numbers")
     def test_numbers_at_the_ends_of_their_range(self) -> None:
         weight = torch.full((5, 64), 1.0, dtype=BF16)
         for row, value in enumerate((0.0, 2.0**-126, 2.0**-60, 2.0**60, 3e38)):
@@ -244,7 +263,9 @@ class TestProducts:
         torch.testing.assert_close(found[near], exact[near], rtol=1e-6, atol=2.0**-113)
 
     @each({"function": Epilogue, "type": MADE})
-    def test_bias_activation_and_residual(self, type: Type, function: Epilogue) -> None:
+    def test_bias_activation_and_residual(self, level: str, type: Type, function: Epilogue) -> None:
+        if not is_paired(level, BF16, type):
+            return
         for features in (32, 96) if function in GATED else (45, 16):
             dense = draw(features, 70, seed=1) * 0.2
             matrix, bias = packed(dense, type, paired=True), draw(features, dtype=BF16, seed=2)
@@ -260,7 +281,7 @@ class TestProducts:
                     assert_near(both, wide + residual.double(), wide.abs() * 1e-6)
 
     def test_no_rows(self) -> None:
-        product = Product(packed(draw(5, 8), Type.I8, paired=True), BF16)
+        product = Product(packed(draw(5, 8), Type.I4, paired=True), BF16)
         assert product(torch.empty(0, 8, dtype=BF16)).shape == (0, 5)
 
 
