@@ -237,12 +237,13 @@ QUIRE_INLINE vf tiny_floats(vi codes) {
 
 // What the codes of a tile's rows are multiplied with, and what is added. Tiles are read one after the other, a superblock's
 // from its first on, and its scales with that one: no tile's weights wait for the scales to be computed.
-template <Type kType>
+// `kValues`: values of codes of four bits are wanted, too.
+template <Type kType, bool kValues = true>
 struct BlockScales {
     static constexpr BlockFormat f = block_format(kType);
     static constexpr int kTiles = f.is_super() ? 8 : 1;
 #if defined(__AVX512BF16__)
-    static constexpr bool kTables = f.is_own() && f.bits == 4 && (f.span > 1 || f.curved);
+    static constexpr bool kTables = kValues && f.is_own() && f.bits == 4 && (f.span > 1 || f.curved);
     alignas(64) bf16 values[kTables ? 16 : 1][16];  // of a row's codes, made once for all tiles that share its scale or as a curve has them
 #endif
 

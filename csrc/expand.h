@@ -236,72 +236,11 @@ QUIRE_INLINE void for_numbers(const uint8_t* tile, const BlockScales<kType>& sca
         }
 }
 
-// Codes of four bits, of which four rows share a word.
-constexpr bool has_nibbles(Type type) { return type == Type::i4 || (is_blocks(type) && block_format(type).bits == 4); }
-
 // 32 bytes from `low`, then 32 from `high`. The second load leaves half of a register as it is: where memory is inserted, a shuffle
 // does it. (Half a register more is read than used: memory before `high` must be there, or that takes thousands of cycles.)
 QUIRE_INLINE __m512i two_halves(const void* low, const void* high) {
     const __m512i first = _mm512_castsi256_si512(_mm256_loadu_si256(static_cast<const __m256i*>(low)));
     return _mm512_mask_loadu_epi64(first, 0xf0, static_cast<const uint8_t*>(high) - 32);
-}
-
-// Codes of four bits whose scale, in f16, is all that is said of a row: 16 values by that scale, too, as expand_blocks makes them.
-constexpr bool has_half_scales(Type type) {
-    return has_nibbles(type) && type != Type::i4 && block_format(type).values == 32 && !block_format(type).has_min && !block_format(type).is_own();
-}
-template <Type kType>
-alignas(64) inline bf16 half_values[1 + 65536][16];
-
-template <Type kType>
-inline void fill_half_values() {
-    static const bool filled = [] {
-        constexpr BlockFormat f = block_format(kType);
-        const __m512 steps = numbers_of_codes(f);
-        for (int half = 0; half < 65536; half++) {
-            const __m512 scale = (__m512)halves_of(splat_int(half));
-            const __m512 shift = f.zero ? _mm512_mul_ps(scale, _mm512_set1_ps(float(-f.zero))) : _mm512_setzero_ps();
-            _mm256_storeu_si256(reinterpret_cast<__m256i*>(half_values<kType>[1 + half]), (__m256i)_mm512_cvtneps_pbh(_mm512_fmadd_ps(steps, scale, shift)));
-        }
-        return true;
-    }();
-    (void)filled;
-}
-
-// Where a tile has its rows' scales of 16 bits, and the values by one of them.
-template <Type kType>
-constexpr int scales_at() {
-    if constexpr (kType == Type::i4) return 0;
-    else return block_format(kType).scales();
-}
-template <Type kType>
-QUIRE_INLINE const bf16* values_by_scale(uint16_t scale) {
-    if constexpr (kType == Type::i4) return i4_values_of(bf16(scale));
-    else return half_values<kType>[1 + scale];
-}
-
-// The 16 values each that codes of four bits stand for in rows `row` and `row` + 4.
-template <Type kType>
-QUIRE_INLINE __m512i values_of_two(const uint8_t* tile, const typename ScalesOf<kType>::type& scales, int row) {
-    if constexpr (kType == Type::i4 || has_half_scales(kType)) {
-        uint16_t first, second;
-        const uint8_t* scale = tile + scales_at<kType>() + 2 * row;
-        std::memcpy(&first, scale, 2);
-        std::memcpy(&second, scale + 8, 2);
-        return two_halves(values_by_scale<kType>(first), values_by_scale<kType>(second));
-    } else if constexpr (ScalesOf<kType>::type::kTables) {
-        return two_halves(scales.values[row], scales.values[row + 4]);
-    } else {
-        constexpr BlockFormat f = block_format(kType);
-        const __m512 steps = numbers_of_codes(f);
-        auto values = [&](int r) QUIRE_ALWAYS {
-            const __m512 scale = _mm512_set1_ps(scales.scale(0)[r]), shift = _mm512_set1_ps(scales.shift(0)[r]);
-            if (f.is_own()) return _mm512_mul_ps(_mm512_sub_ps(steps, shift), scale);
-            // The product is exact. Fused, one of scale and shift would come into all lanes by a shuffle; so each comes with what reads it.
-            return _mm512_add_ps(plain(_mm512_mul_ps(steps, scale)), shift);
-        };
-        return (__m512i)_mm512_cvtne2ps_pbh(values(row + 4), values(row));
-    }
 }
 
 }  // namespace quire::QUIRE_NS

@@ -28,22 +28,15 @@ constexpr int kTurningRows = 3;        // rows that meet codes of four bits whil
 constexpr int64_t kMostRows = 96, kMostBlocks = 16;
 constexpr int64_t kPieceTiles = 4;     // of a block that two groups of rows meet in turn
 
-// Codes that for_features expands.
-constexpr bool comes_turned(Type type) { return has_nibbles(type) || has_numbers(type); }
+// Codes of four bits, of which four rows share a word: for_features expands them.
+constexpr bool comes_turned(Type type) { return type == Type::c4_32; }
 
-// Up to how many rows weights are multiplied as they come from memory. Of blocks fewer, or just one: six copies of what expands each of
-// their types take minutes to build.
-constexpr int streamed_rows(Type type) {
-    if (is_blocks(type)) return comes_turned(type) ? 4 : block_format(type).bits == 8 ? 3 : 1;
-    return type == Type::i4 ? 5 : type == Type::bf16_turned ? 4 : kFewRows;
-}
+// Up to how many rows weights are multiplied as they come from memory.
+constexpr int streamed_rows(Type type) { return type == Type::bf16 ? kFewRows : type == Type::f8_128 ? 3 : 4; }
 
 // Likewise as floats, where that is faster: from so many rows on, as a row of blocks alone takes longer for it, and up to so many or 0.
 constexpr int least_floats(Type type) { return is_blocks(type) ? 2 : 1; }
-constexpr int streamed_floats(Type type) {
-    if (is_blocks(type)) return comes_turned(type) ? 4 : 0;
-    return type == Type::bf16_turned ? kPairRows : type == Type::i4 ? kFewRows : 0;
-}
+constexpr int streamed_floats(Type type) { return type == Type::bf16_turned ? kPairRows : type == Type::c4_32 ? 4 : 0; }
 
 // Rows 4i + 2 * pair and the one after it of a tile, i = 0..3, of eight bits or more a weight.
 template <Type kType, int pair, class Scales>
@@ -53,8 +46,6 @@ QUIRE_INLINE void load_rows(const uint8_t* tile, const Scales& scales, __m512i (
         if constexpr (kType == Type::bf16) {
             even[i] = _mm512_loadu_si512(tile + row * 64);
             odd[i] = _mm512_loadu_si512(tile + row * 64 + 64);
-        } else if constexpr (kType == Type::i8) {
-            expand_i8(_mm512_loadu_si512(tile + row * 32), even[i], odd[i]);
         } else {
             even[i] = expand_blocks<kType>(tile, scales, row);
             odd[i] = expand_blocks<kType>(tile, scales, row + 1);
@@ -84,13 +75,14 @@ QUIRE_INLINE void turn_codes(const uint8_t* words, __m512i& first, __m512i& seco
     second = _mm512_shuffle_i64x2(low, high, 0xdd);
 }
 
-// Of four bits, as for_features.
+// Calls body(c, j, weights) of columns 8c .. 8c + 7 of the rows 4i + j, i = 0..3, with j = 0..3 for each c or each two: registers are left for many sums.
 template <Type kType, class Scales, class Body>
-QUIRE_INLINE void for_nibbles(const uint8_t* tile, const Scales& scales, const Body& body) {
-    const uint8_t* words = tile + (kType == Type::i4 ? 32 : 0);
+QUIRE_INLINE void for_features(const uint8_t* tile, const Scales& scales, const Body& body) {
+    const uint8_t* words = tile;
     __m512i first, second, low[4], high[4];
+    auto values_of_two = [&](int row) QUIRE_ALWAYS { return two_halves(scales.values[row], scales.values[row + 4]); };
     turn_codes(words, first, second);
-    for (int j = 0; j < 4; j++) low[j] = values_of_two<kType>(tile, scales, j), high[j] = values_of_two<kType>(tile, scales, j + 8);
+    for (int j = 0; j < 4; j++) low[j] = values_of_two(j), high[j] = values_of_two(j + 8);
     // A look-up reads six bits of a word, of which two say whose values. Those of the rows j and j + 2 are made at once, in bytes.
     const __m512i whose = _mm512_mullo_epi64(_mm512_setr_epi64(0, 0, 1, 1, 2, 2, 3, 3), _mm512_set1_epi64(0x1010101010101010));
     auto with = [&](int c, __m512i codes) QUIRE_ALWAYS {
@@ -107,13 +99,6 @@ QUIRE_INLINE void for_nibbles(const uint8_t* tile, const Scales& scales, const B
     turn_codes(words + 32, first, second);
     with(2, first);
     with(3, second);
-}
-
-// Calls body(c, j, weights) of columns 8c .. 8c + 7 of the rows 4i + j, i = 0..3, with j = 0..3 for each c or each two: registers are left for many sums.
-template <Type kType, class Scales, class Body>
-QUIRE_INLINE void for_features(const uint8_t* tile, const Scales& scales, const Body& body) {
-    if constexpr (has_numbers(kType)) return for_numbers<kType>(tile, scales, body);
-    else for_nibbles<kType>(tile, scales, body);
 }
 
 inline __m512 add_dot(__m512 sum, __m512i weights, __m512i x) { return _mm512_dpbf16_ps(sum, (__m512bh)weights, (__m512bh)x); }
@@ -212,7 +197,7 @@ inline void stream_block(const uint8_t* tile, int64_t num_tiles, int64_t tile_by
     typename ScalesOf<kType>::type scales;
     NearRows<kRows, kTurns ? 0 : 64> rows(x);
     for (int64_t t = 0; t < num_tiles; t++, tile += tile_bytes, rows.skip(2 * x.step)) {
-        if constexpr (!has_half_scales(kType)) scales.read(tile, t);
+        scales.read(tile, t);
         if constexpr (kTurned) {
             for (int64_t i = 0; i < tile_bytes; i += kStep) _mm_prefetch(reinterpret_cast<const char*>(tile + kAhead + i), _MM_HINT_T1);
 #pragma GCC unroll 4
@@ -270,7 +255,7 @@ inline void stream_floats(const uint8_t* tile, int64_t num_tiles, int64_t tile_b
     };
     typename ScalesOf<kType>::type scales;
     for (int64_t t = 0; t < num_tiles; t++, tile += tile_bytes, ahead += tile_bytes / kGroups, x += step) {
-        if constexpr (!has_half_scales(kType)) scales.read(tile, t);
+        scales.read(tile, t);
         auto add = [&](int c, int j, __m512i pairs) QUIRE_ALWAYS {
             const FloatPairs weights(pairs);
 #pragma GCC unroll 8
@@ -333,7 +318,7 @@ inline void turn_block(const uint8_t* tile, int64_t num_tiles, int64_t tile_byte
     typename ScalesOf<kType>::type scales;
     for (int64_t t = 0; t < num_tiles; t++, tile += tile_bytes, out += 1024) {
         for (int64_t i = 0; i < tile_bytes; i += 64) _mm_prefetch(reinterpret_cast<const char*>(tile + kBytesAhead + i), _MM_HINT_T1);
-        if constexpr (!has_half_scales(kType)) scales.read(tile, t);
+        scales.read(tile, t);
         if constexpr (comes_turned(kType)) {
             for_features<kType>(tile, scales, [&](int c, int j, __m512i weights) QUIRE_ALWAYS { _mm512_store_si512(out + c * 256 + j * 64, weights); });
         } else for_pairs<kType>(tile, scales, [&](auto pair, const __m512i (&even)[4], const __m512i (&odd)[4]) QUIRE_ALWAYS {
@@ -583,7 +568,6 @@ inline void linear_dot_of(const LinearArgs& a, Context& context) {
         if constexpr (comes_turned(kType))
             if (!floats) turning = {stream_block<kType, kTurningRows, true>, kTurningRows};
     }
-    if constexpr (has_half_scales(kType)) fill_half_values<kType>();
     const auto multiply = floats ? multiply_blocks<true> : multiply_blocks<false>;
     const EvenTasks all_tasks(blocks.count, group, context.pool.size());
     context.pool.run_parts(all_tasks.count, [&](ThreadPool::Tasks& tasks, int thread) {
@@ -606,16 +590,15 @@ inline void linear_dot_of(const LinearArgs& a, Context& context) {
     });
 }
 
+// Types that have a better way here, bytes or pairs of integers, are multiplied as any are where they come in another order.
 inline void linear_dot(const LinearArgs& a, Context& context) {
-    if (a.type != Type::bf16 || a.weight.type == Type::f32) return linear(a, context);
+    if (a.type != Type::bf16) return linear(a, context);
     if (a.num_rows == 0) return;
-    if (is_blocks(a.weight.type)) return with_blocks(a.weight.type, [&](auto type) { linear_dot_of<type>(a, context); });
-    switch (a.weight.type) {
-        case Type::i8: return linear_dot_of<Type::i8>(a, context);
-        case Type::i4: fill_i4_values(); return linear_dot_of<Type::i4>(a, context);
-        case Type::bf16_turned: return linear_dot_of<Type::bf16_turned>(a, context);
-        default: return linear_dot_of<Type::bf16>(a, context);
-    }
+    if (a.weight.type == Type::bf16) return linear_dot_of<Type::bf16>(a, context);
+    if (a.weight.type == Type::bf16_turned) return linear_dot_of<Type::bf16_turned>(a, context);
+    if (a.weight.type == Type::c4_32) return linear_dot_of<Type::c4_32>(a, context);
+    if (a.weight.type == Type::f8_128) return linear_dot_of<Type::f8_128>(a, context);
+    linear(a, context);
 }
 
 }  // namespace quire::QUIRE_NS

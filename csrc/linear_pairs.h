@@ -1,5 +1,5 @@
-// Linear layers where neither bf16 nor bytes can be multiplied (AVX2): numbers become integers, of which VPMADDWD multiplies
-// twice as many as floats are multiplied, whatever the weights are kept as.
+// Linear layers of pairs of integers: on AVX2, where neither bf16 nor bytes can be multiplied, whatever the weights are kept as; with
+// AVX512_VNNI codes that have scales for some columns. VPMADDWD and VPDPWSSD multiply twice as many as floats are multiplied.
 //
 // 32 columns of a row of x share a power of 2, counted in which the largest takes 14 bits: the bf16 numbers down to 1/64 of it
 // stay what they are, and no smaller one is off by more than 1/16384 of it. Likewise 32 columns of a row of bf16 weights, in
@@ -178,7 +178,7 @@ struct PairedTile<kType, true> {
     static constexpr int kGroups = f.groups;
     static constexpr int kZero = f.curved ? 127 : f.zero;
     static constexpr bool kMade = false, kScaled = true, kShifted = f.has_min || f.is_own();
-    BlockScales<kType> scales;
+    BlockScales<kType, false> scales;
     const uint8_t* tile;
 
     QUIRE_ALWAYS void read(const uint8_t* from, int64_t t) {

@@ -16,7 +16,7 @@ from torch import Tensor
 from quire import ops
 from quire.ops import activation
 from quire.ops.native.builder import ProgramBuilder, Value, recorded
-from quire.ops.native.matrix import PackedMatrix, weight_format
+from quire.ops.native.matrix import PackedMatrix, is_paired, weight_format
 from quire.ops.native.program import Program, StepData
 from quire.ops.native.structs import Epilogue, Type
 from quire.quantization.coded import quantize_int8
@@ -62,6 +62,14 @@ def packed(dense: Tensor, type: Type, paired: bool = False) -> PackedMatrix:
     matrix = PackedMatrix(data, scales, rows, cols, type, paired)
     matrix.pack(dense, 0)
     return matrix
+
+
+def of_values(values: Tensor, type: Type, level: str) -> PackedMatrix:
+    """bf16 weights whose products are those of a plain matrix of `type` with these values, bit for bit.
+
+    Where a level would have that one in pairs, and is to multiply it all the same, it multiplies floats.
+    """
+    return packed(values, Type.BF16, paired=level == "avx512_bf16" and is_paired(level, torch.bfloat16, type))
 
 
 def in_integers(x: Tensor, type: Type) -> tuple[Tensor, Tensor]:

@@ -5,7 +5,19 @@ Products are those of these values.
 
 import pytest
 import torch
-from native_cases import DTYPES, MAX_ROWS, ROWS, Product, Threads, assert_near, at_page_end, draw, packed, product_error
+from native_cases import (
+    DTYPES,
+    MAX_ROWS,
+    ROWS,
+    Product,
+    Threads,
+    assert_near,
+    at_page_end,
+    draw,
+    of_values,
+    packed,
+    product_error,
+)
 from sweeping import each
 from torch import Tensor
 from unpacking import unpacked
@@ -135,7 +147,8 @@ def test_products_are_those_of_the_values(level: str, dtype: torch.dtype, type: 
     whole = product(x)
     dense = reference(source, type).to(dtype)
     assert_near(whole, x.double() @ dense.double().t(), product_error(x, dense))
-    assert torch.equal(whole, Product(packed(dense, Type.BF16 if dtype == torch.bfloat16 else Type.F32), dtype)(x))
+    plain = of_values(dense, type, level) if dtype == torch.bfloat16 else packed(dense, Type.F32)
+    assert torch.equal(whole, Product(plain, dtype)(x))
     for rows in ROWS if dtype == torch.bfloat16 else (1, 17, 64):
         start = (rows * 13) % (MAX_ROWS - rows + 1)
         assert torch.equal(product(x[start : start + rows]), whole[start : start + rows]), rows
@@ -155,7 +168,7 @@ def test_any_scale_in_f16(level: str, type: Type) -> None:
     source = source.flatten(1)
     x, product = draw(40, 256, dtype=torch.bfloat16), Product(matrix_of(source, type, 256), torch.bfloat16)
     whole, dense = product(x), reference(source[1:], type).bfloat16()
-    assert torch.equal(whole[:, 1:], Product(packed(dense, Type.BF16), torch.bfloat16)(x))
+    assert torch.equal(whole[:, 1:], Product(of_values(dense, type, level), torch.bfloat16)(x))
     for rows in (1, 2, 4, 5, 13):
         assert torch.equal(product(x[:rows]).nan_to_num(7), whole[:rows].nan_to_num(7)), rows
 

@@ -20,6 +20,7 @@ from native_cases import (
     assert_near,
     draw,
     in_integers,
+    of_values,
     packed,
     product_error,
 )
@@ -215,7 +216,7 @@ def test_int4_weights_are_the_bfloat16_ones_that_unpack_tells(level: str, rows: 
     """Bit for bit, with scales large and small: kernels expand int4 codes by other means than `unpack`."""
     matrix = packed(draw(300, 200) * 10.0 ** torch.linspace(-15, 15, 300)[:, None], Type.I4)
     x = draw(rows, 200, dtype=torch.bfloat16, seed=1)
-    expected = Product(packed(unpacked(matrix), Type.BF16), torch.bfloat16)(x)
+    expected = Product(of_values(unpacked(matrix), Type.I4, level), torch.bfloat16)(x)
     assert expected.isfinite().all()
     assert expected.count_nonzero() > 0.9 * expected.numel()
     assert torch.equal(Product(matrix, torch.bfloat16)(x), expected)
