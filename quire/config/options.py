@@ -14,6 +14,7 @@ from typing import Any, TypeVar
 
 from quire.errors import ConfigError
 from quire.utils.suggest import hint
+from quire.utils.values import plain
 
 _FORMS = {bool: "True or False", str: "a text", list: "a list of texts", dict: "an object of keys and values"}
 Options = TypeVar("Options")  # a dataclass of options
@@ -32,9 +33,8 @@ def option(
             flag of one dash; `expands`: a path that may begin with ~.
     """
     metadata = {"least": least, "most": most, "over": None} | facts
-    if isinstance(default, list):
-        return dataclasses.field(default_factory=lambda: list(default), metadata=metadata, repr=not secret)
-    return dataclasses.field(default=default, metadata=metadata, repr=not secret)
+    made: dict[str, Any] = {"default_factory": default.copy} if isinstance(default, list) else {"default": default}
+    return dataclasses.field(**made, metadata=metadata, repr=not secret)
 
 
 def read_options(kind: type[Options], given: Mapping[str, Any], owner: str) -> Options:
@@ -71,19 +71,17 @@ def split_optional(hint: Any) -> tuple[Any, bool]:
 def choices_of(hint: Any) -> tuple[Any, ...]:
     """The values that a Literal, or a Literal or None, allows; empty for other types."""
     kind, optional = split_optional(hint)
-    if typing.get_origin(kind) is not typing.Literal:
-        return ()
-    return ((None,) if optional else ()) + typing.get_args(kind)
+    return (None,) * optional + typing.get_args(kind) if typing.get_origin(kind) is typing.Literal else ()
 
 
 def check_options(options: Any) -> None:
-    """Hold every field of a dataclass of options against its type and range.
+    """Hold every field of a dataclass of options against its type and range; those of numpy become Python's.
 
     Raises:
         ConfigError: the message names the option, the value and what is allowed.
     """
     for field in dataclasses.fields(options):
-        value = getattr(options, field.name)
+        value = vars(options)[field.name] = plain(getattr(options, field.name))
         kind, optional = split_optional(_hints(type(options))[field.name])
         if value is None and optional:
             continue

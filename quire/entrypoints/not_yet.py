@@ -4,7 +4,6 @@
 option is given, the command line's too. An entry goes when its feature comes.
 """
 
-import os
 from dataclasses import fields
 from functools import partial
 from pathlib import Path
@@ -14,7 +13,6 @@ from quire.config.engine_args import EngineArgs
 from quire.errors import ConfigError
 from quire.utils import answers as tables
 from quire.utils.suggest import hint
-from quire.utils.values import plain
 
 _PATH = Path(__file__).with_name("not_yet.txt")
 answers = partial(tables.read_answers, _PATH)
@@ -39,4 +37,4 @@ def engine_args(**kwargs: Any) -> EngineArgs:
         del kwargs[name]
     given: dict[str, Any] = {name: v for name, v in kwargs.items() if str(v) not in ("None", "auto") or name == "model"}
     given["dtype"] = str(given.get("dtype", "auto")).removeprefix("torch.")  # torch.bfloat16, too
-    return EngineArgs(**{name: os.fspath(v) if isinstance(v, os.PathLike) else plain(v) for name, v in given.items()})
+    return EngineArgs(**given)

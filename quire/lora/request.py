@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 
 from quire.errors import InvalidRequestError
-from quire.utils.values import number
+from quire.utils.values import number, plain
 
 
 @dataclass(frozen=True)
@@ -64,7 +64,7 @@ def one_adapter(lora_request: AdapterRequest | None, other: AdapterRequest | Non
 def _check(request: AdapterRequest, param: str) -> None:
     for name, value in vars(request).items():
         if name.endswith(("_name", "_path")):
-            value = vars(request)[name] = value.__fspath__() if hasattr(value, "__fspath__") else value
+            value = vars(request)[name] = plain(value)
             if not (isinstance(value, str) and value):
                 raise InvalidRequestError(f"{name} must be a non-empty text, got {repr(value)[:80]}.", param)
         elif (found := number(value, int)) is None or not 1 <= found < 2**31:

@@ -1,8 +1,9 @@
-"""Plain Python values of what users pass: numbers of numpy and torch, lists of any kind, checked for what they hold.
+"""Plain Python values of what users pass: numpy's and torch's numbers, paths, lists, checked for what they hold.
 
 Parameter classes and the input processor use it. It knows no field: the caller names it, for the refusal.
 """
 
+import os
 from collections.abc import Iterable, Mapping
 from typing import Any, TypeVar
 
@@ -12,13 +13,12 @@ Number = TypeVar("Number", int, float)
 
 
 def plain(value: Any) -> Any:
-    """Python's own number for a numpy or torch scalar; anything else as it is."""
-    kind = type(value)
-    if kind is int or kind is float or kind is bool or not hasattr(value, "item"):
+    """Python's own number for a numpy or torch scalar, and the text of a path; anything else as it is."""
+    if type(value) in (int, float, bool):
         return value
     try:
-        return value.item()
-    except Exception:  # an array of several values: left to fail the type check
+        return os.fspath(value) if isinstance(value, os.PathLike) else value.item()
+    except Exception:  # neither, or an array of several values: left to fail the type check
         return value
 
 

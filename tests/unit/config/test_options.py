@@ -12,6 +12,7 @@ import torch
 
 from quire.config.engine_args import EngineArgs
 from quire.config.options import check_options, choices_of, option, option_of
+from quire.config.speculative import SpeculativeConfig
 from quire.entrypoints.cli.flags import documentation
 from quire.entrypoints.cli.load.options import LoadArgs
 from quire.entrypoints.not_yet import engine_args
@@ -202,3 +203,11 @@ def test_numbers_of_numpy_and_dtypes_of_torch_are_taken() -> None:
     assert (args.dtype, args.max_model_len, args.gpu_memory_utilization) == ("bfloat16", 64, 0.5)
     assert type(args.max_model_len) is int
     assert engine_args(dtype="half").dtype == "half"
+
+
+def test_numbers_of_numpy_are_taken_by_every_class_of_options() -> None:
+    some = Some(count=np.int64(2), share=np.float32(0.5), flag=np.bool_(True))  # type: ignore[arg-type]
+    assert (some, type(some.count), type(some.share), some.flag) == (Some(2, 0.5, flag=True), int, float, True)
+    given = {"method": "ngram", "num_speculative_tokens": np.int64(3)}
+    assert type(SpeculativeConfig.read(given).num_speculative_tokens) is int
+    assert type(EngineArgs(seed=torch.tensor(5)).seed) is int  # type: ignore[arg-type]
