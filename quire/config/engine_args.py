@@ -86,8 +86,9 @@ class EngineArgs:
     """Entries that replace, or add to, those of generation_config.json (JSON)."""
     seed: int = option(0, -(2**63), 2**63 - 1)
     """Keys the random numbers of requests that bring no seed of their own."""
-    max_model_len: int | None = option(None, 1)
-    """Longest prompt plus output, in tokens; the model's own limit, or what the KV cache holds, by default."""
+    max_model_len: int | None = option(None, 1, unset=-1)
+    """Longest prompt plus output, in tokens; the model's own limit, or what the KV cache holds, by default, and where
+    it is -1."""
     max_num_seqs: int = option(256, 1, 10**5)
     """Most sequences that run in one step."""
     max_num_batched_tokens: int | None = option(None, 1)

@@ -30,7 +30,7 @@ def option(
         least, most: the range of a number, both ends included. `over` among the facts leaves its end out.
         secret: not shown by repr.
         facts: further metadata, for the class itself. `aliases` among them: vLLM's other names for it; `short`: its
-            flag of one dash; `expands`: a path that may begin with ~.
+            flag of one dash; `expands`: a path that may begin with ~; `unset`: a number that means None.
     """
     metadata = {"least": least, "most": most, "over": None} | facts
     made: dict[str, Any] = {"default_factory": default.copy} if isinstance(default, list) else {"default": default}
@@ -81,7 +81,8 @@ def check_options(options: Any) -> None:
         ConfigError: the message names the option, the value and what is allowed.
     """
     for field in dataclasses.fields(options):
-        value = vars(options)[field.name] = plain(getattr(options, field.name))
+        facts, value = field.metadata, plain(getattr(options, field.name))
+        vars(options)[field.name] = value = None if type(value) is int and value == facts.get("unset") else value
         kind, optional = split_optional(_hints(type(options))[field.name])
         if value is None and optional:
             continue
@@ -95,10 +96,9 @@ def check_options(options: Any) -> None:
                 raise ConfigError(f"{field.name} must be {_FORMS[form]}, got {got}.")
             if isinstance(value, str) and "\0" in value:
                 raise ConfigError(f"{field.name} has a NUL character, which no name and no file has: {got}.")
-            if field.metadata.get("expands") and os.path.expanduser(str(value)).startswith("~"):
+            if facts.get("expands") and os.path.expanduser(str(value)).startswith("~"):
                 raise ConfigError(f"{field.name}: {value!r} is in a home that nobody has; give the whole path.")
         elif kind in (int, float):
-            facts = field.metadata
             check_number(field.name, value, kind, facts["least"], facts["most"], facts["over"])
 
 

@@ -159,7 +159,7 @@ def test_max_model_len(tmp_path: Path) -> None:
     assert (config.max_model_len, config.derived_max_model_len) == (100, 256)
     with pytest.raises(ConfigError, match=r"max_model_len = 257 .* 256 tokens"):
         load(tmp_path, LLAMA, max_model_len=257)
-    for bad in (0, -1, True, 1.5, "4k"):
+    for bad in (0, -2, True, 1.5, "4k"):
         with pytest.raises(ConfigError, match="max_model_len must be"):
             EngineArgs(max_model_len=bad)
 

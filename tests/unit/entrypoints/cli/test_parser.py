@@ -6,6 +6,7 @@ import tracemalloc
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 from quire.config.engine_args import EngineArgs
@@ -55,6 +56,12 @@ def test_flags_of_one_dash_are_not_abbreviated(flag: str, capsys: pytest.Capture
 
 def test_auto_is_for_numbers_that_need_not_be_given(capsys: pytest.CaptureFixture[str]) -> None:
     assert engine_args(max_model_len="auto", dtype="auto", model="auto") == EngineArgs("auto")
+    assert parse("--max-model-len", "auto") == parse("--max-model-len", "-1") == parse("--max-model-len=-1") == parse()
+    assert engine_args(max_model_len=np.int64(-1)) == EngineArgs(max_model_len=-1) == EngineArgs()
+    with pytest.raises(ConfigError, match="^max_model_len must be an integer, at least 1, got -2.$"):
+        parse("--max-model-len", "-2")
+    with pytest.raises(ConfigError, match="^num_kv_blocks must be an integer, at least 1, got -1.$"):
+        parse("--num-kv-blocks", "-1")
     with pytest.raises(SystemExit):
         parse("--block-size", "auto")
     assert "'auto' is not a whole number" in capsys.readouterr().err
