@@ -100,14 +100,18 @@ def user_path(text: str) -> Path:
 
 
 class OutputFile(str):
-    """A flag's value: the path of a file that is written when the work is done; one that can't be is refused before."""
+    """A flag's value: the path of a file that is written when the work is done; one that can't be is refused before.
 
-    def __new__(cls, path: str) -> "OutputFile":
+    With `flag`, by a ConfigError that names it; without, by what argparse reports.
+    """
+
+    def __new__(cls, path: str, flag: str = "") -> "OutputFile":
         existed = os.path.exists(path)  # pathlib's raises where it can't look
         try:
             open(path, "ab").close()
         except OSError as error:
-            raise ArgumentTypeError(f"{path}: {error.strerror}") from None
+            reason = f"{path}: {error.strerror}"
+            raise ConfigError(f"{flag} {reason}.") if flag else ArgumentTypeError(reason) from None
         if not existed:
             os.unlink(path)
         return super().__new__(cls, path)

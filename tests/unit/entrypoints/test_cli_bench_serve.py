@@ -126,10 +126,23 @@ def test_a_folder_of_results_that_cannot_be_is_told_of_before(server: Any, capsy
     assert server.requests == []
 
 
-def test_a_file_of_results_that_cannot_be_is_not_blamed_on_another_flag(server: Any, bench: Any, capsys: Any) -> None:
+@pytest.mark.parametrize(
+    ("flags", "error"),
+    [
+        (["--save-result", "--result-filename", "/dev/null/x"], "--result-filename /dev/null/x: Not a directory."),
+        (["--save-result", "--result-dir", "{}", "--result-filename", "f"], "--result-filename {}/f: Is a directory."),
+        (["--append-result", "--result-dir", "/proc"], "--result-dir /proc/openai-infqps-first-"),
+    ],
+)
+def test_a_file_of_results_that_cannot_be_is_told_of_before(
+    flags: list[str], error: str, server: Any, tmp_path: Path, capsys: Any
+) -> None:
+    (tmp_path / "f").mkdir()
     tell_vocabulary(server)
-    bench("--num-prompts", "1", "--input-len", "4", "--save-result", "--result-filename", "/dev/null/x", code=2)
-    assert "error: the figures can't be written: /dev/null/x: Not a directory." in capsys.readouterr().err
+    flags = [flag.replace("{}", str(tmp_path)) for flag in flags]
+    assert main(["bench", "serve", "--base-url", server.url, *flags]) == 2
+    assert f"\nerror: {error.replace('{}', str(tmp_path))}" in capsys.readouterr().err
+    assert server.bodies(COMPLETIONS) == []
 
 
 def test_requests_keep_connections_and_the_limit(server: Any, bench: Any) -> None:

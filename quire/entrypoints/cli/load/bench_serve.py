@@ -15,7 +15,7 @@ from typing import Any
 
 import msgspec
 
-from quire.entrypoints.cli.files import write_figures, write_text
+from quire.entrypoints.cli.files import OutputFile, write_figures, write_text
 from quire.entrypoints.cli.load import plot, report
 from quire.entrypoints.cli.load.client import Client
 from quire.entrypoints.cli.load.options import LoadArgs
@@ -40,6 +40,19 @@ def run(args: LoadArgs) -> None:
     base, route = server.address.path, "/chat/completions" if args.backend == "openai-chat" else "/completions"
     client, arrivals = Client(server.address, server.headers), [request.arrival for request in requests]
     path = f"{base.removesuffix('/v1')}/{args.endpoint.lstrip('/')}" if args.endpoint else base + route
+    rate = args.request_rate or math.inf
+    facts = {
+        "date": datetime.now().strftime("%Y%m%d-%H%M%S"),
+        **{"backend": args.backend, "endpoint_type": args.backend, "label": args.label},
+        **{"model_id": server.model, "tokenizer_id": args.tokenizer or server.model},
+        "dataset_name": args.dataset_name,
+        "request_rate": "trace" if args.keeps_trace_times else "inf" if rate == math.inf else rate,
+        "burstiness": args.burstiness or 1.0,
+        "max_concurrency": args.max_concurrency,
+        **dict(text.split("=", 1) for text in args.metadata or ()),
+    }
+    saves, flag = args.save_result or args.append_result, f"--result-{'filename' if args.result_filename else 'dir'}"
+    results = OutputFile(args.result_path(facts), flag) if saves else None
     warmups = bodies[: args.num_warmups]
     if warmups:
         asyncio.run(send_all(client, path, warmups, [0.0] * len(warmups), args.max_concurrency))
@@ -48,25 +61,12 @@ def run(args: LoadArgs) -> None:
     outcomes, interrupted = asyncio.run(sending)
     duration = max((outcome.end for outcome in outcomes), default=time.perf_counter()) - start
     cpu_seconds = time.process_time() - cpu_start
-    rate = args.request_rate or math.inf
-    facts = {
-        "date": datetime.now().strftime("%Y%m%d-%H%M%S"),
-        **{"backend": args.backend, "endpoint_type": args.backend, "label": args.label},
-        **{"model_id": server.model, "tokenizer_id": args.tokenizer or server.model},
-        "dataset_name": args.dataset_name,
-        "num_prompts": len(outcomes),
-        "request_rate": "trace" if args.keeps_trace_times else "inf" if rate == math.inf else rate,
-        "burstiness": args.burstiness or 1.0,
-        "max_concurrency": args.max_concurrency,
-        "client_cpu_seconds": cpu_seconds,
-        **dict(text.split("=", 1) for text in args.metadata or ()),
-    }
+    facts |= {"num_prompts": len(outcomes), "client_cpu_seconds": cpu_seconds}
     figures = report.figures(outcomes, duration, args.bounds)
     saved = facts | figures | (report.details(outcomes) if args.save_detailed else {})
     print(f"{report.table(figures)}\n\nThis client used {cpu_seconds / duration:.0%} of a processor core.")
     write_figures(args.output_json, saved)
-    if args.save_result or args.append_result:
-        write_figures(args.result_path(facts), saved, args.append_result)
+    write_figures(results, saved, args.append_result)
     if args.plot is not None:
         write_text(args.plot, "--plot", plot.render(outcomes, figures, facts))
     if interrupted:
