@@ -5,6 +5,7 @@ makes a grammar of it. Here it is checked for form and size only, so that whatev
 """
 
 import json
+import re
 from collections.abc import Mapping
 from typing import Any
 
@@ -57,12 +58,12 @@ class StructuredOutputsParams(msgspec.Struct, metaclass=NamesUnknownKeywords, om
                 raise broken(f"structured_outputs.{name}", value, "a non-empty string")
         if self.choice is not None:
             self.choice = _choices(self.choice)
-        if (size := len(self.constraint.encode("utf-8", "surrogatepass"))) > MAX_GRAMMAR_BYTES:
-            raise InvalidRequestError(
-                f"structured_outputs.{self.kind} has {size} bytes, and {MAX_GRAMMAR_BYTES} is the most; send a smaller "
-                "one.",
-                "structured_outputs",
-            )
+        for name, text in ((self.kind, self.constraint), ("whitespace_pattern", self.whitespace_pattern or "")):
+            if re.search("[\ud800-\udfff]", text):
+                raise broken(f"structured_outputs.{name}", text, "without lone surrogates (U+D800 to U+DFFF)")
+        if (size := len(self.constraint.encode())) > MAX_GRAMMAR_BYTES:
+            most = f"and {MAX_GRAMMAR_BYTES} is the most; send a smaller one"
+            raise InvalidRequestError(f"structured_outputs.{self.kind} has {size} bytes, {most}.", "structured_outputs")
 
     @property
     def kind(self) -> str:

@@ -55,12 +55,27 @@ def test_exactly_one() -> None:
         {"choice": ["a", 5]},
         {"structural_tag": []},
         {"json_object": True, "whitespace_pattern": ""},
+        {"regex": "a\ud800"},
+        {"grammar": 'root ::= "\udfff"'},
+        {"choice": ["a", "\ud800"]},
+        {"json": '{"title": "\ud800"}'},
+        {"json": {"properties": {"\ud800": {}}}},
+        {"structural_tag": {"type": "structural_tag", "format": {"type": "const_string", "value": "\ud800"}}},
+        {"json_object": True, "whitespace_pattern": "\ud800"},
     ],
 )
 def test_wrong_forms_are_refused_by_name(fields: dict[str, Any]) -> None:
     name = list(fields)[-1]
     with pytest.raises(InvalidRequestError, match=rf"^structured_outputs\.{name} must be .*; it is "):
         StructuredOutputsParams(**fields)
+
+
+def test_half_a_surrogate_pair_is_named() -> None:
+    message = "structured_outputs.regex must be without lone surrogates (U+D800 to U+DFFF); it is 'a\\ud800b'."
+    with pytest.raises(InvalidRequestError) as refusal:
+        StructuredOutputsParams(regex="a\ud800b")
+    assert str(refusal.value) == message
+    assert StructuredOutputsParams(regex="\U0001f600").constraint == "\U0001f600"
 
 
 def test_size_is_bounded() -> None:
