@@ -191,9 +191,7 @@ class EngineArgs:
         if self.kv_cache_dir is not None and not self.enable_prefix_caching:
             raise ConfigError("kv_cache_dir keeps prefixes: it needs enable_prefix_caching=True.")
         if self.enable_expert_parallel and self.tensor_parallel_size == 1:
-            raise ConfigError(
-                "enable_expert_parallel=True shares experts among ranks: raise tensor_parallel_size above 1."
-            )
+            raise ConfigError("enable_expert_parallel=True shares experts among ranks: raise tensor_parallel_size.")
         if self.tp_collective == "reduce" and self.tensor_parallel_size == 1:
             raise ConfigError("tp_collective='reduce' sums up parts of ranks: raise tensor_parallel_size above 1.")
         backend = self.distributed_executor_backend

@@ -2,6 +2,7 @@
 messages that they make. `read_response` calls it. Pure; a refusal names the item.
 """
 
+import json
 from collections.abc import Sequence
 from typing import Any
 
@@ -40,11 +41,14 @@ def _read_item(item: Item, where: str, stem: str) -> Item:
             return _read_message(item, where, own_id or f"msg_{stem}")
         case "function_call":
             return of_call | {name: field_text(item, name, where) for name in ("call_id", "name", "arguments")}
-        case "function_call_output":
+        case "custom_tool_call":  # of a tool that takes a text: there are none here, but in a conversation's past
+            arguments = json.dumps({"input": field_text(item, "input", where)}, ensure_ascii=False)
+            return _read_item(item | {"type": "function_call", "arguments": arguments}, where, stem)
+        case "function_call_output" | "custom_tool_call_output":
             call_id, output = field_text(item, "call_id", where), item.get("output")
             if not isinstance(output, str):
                 output = _read_parts(output, f"{where}.output", "input_text")
-            return of_call | {"call_id": call_id, "output": output}
+            return of_call | {"type": "function_call_output", "call_id": call_id, "output": output}
         case "reasoning":
             read = {"type": kind, "id": own_id or f"rs_{stem}", "summary": _texts_of(item, "summary", where)}
             return read | {"content": _texts_of(item, "content", where)}
@@ -142,9 +146,8 @@ def _add_to_turn(turn: dict[str, Any], item: Item) -> None:
 def _content(content: str | list[Item]) -> str | list[dict[str, Any]]:
     if isinstance(content, str):
         return content
-    return (
-        content[0]["text"] if len(content) == 1 else [{"type": "text", "text": part["text"]} for part in content] or ""
-    )
+    texts = [{"type": "text", "text": part["text"]} for part in content]
+    return texts[0]["text"] if len(texts) == 1 else texts or ""
 
 
 def chat_fields(body: ResponsesRequest) -> dict[str, Any]:

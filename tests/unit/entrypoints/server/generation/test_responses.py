@@ -210,6 +210,27 @@ ITEMS: dict[str, tuple[list[dict[str, Any]], list[dict[str, Any]]]] = {
         [USER, {"type": "reasoning", "summary": [], "content": None, "encrypted_content": None}, USER],
         [USER, USER],
     ),
+    "a tool that takes a text, as Codex has some": (
+        [
+            USER,
+            {"type": "custom_tool_call", "call_id": "c1", "name": "apply_patch", "input": '*** "é"'},
+            {"type": "custom_tool_call_output", "call_id": "c1", "output": "Done."},
+        ],
+        [
+            USER,
+            {
+                "role": "assistant",
+                "tool_calls": [
+                    {
+                        "id": "c1",
+                        "type": "function",
+                        "function": {"name": "apply_patch", "arguments": '{"input": "*** \\"é\\""}'},
+                    }
+                ],
+            },
+            {"role": "tool", "tool_call_id": "c1", "name": "apply_patch", "content": "Done."},
+        ],
+    ),
     "a summary": (
         [
             {"type": "reasoning", "summary": [{"type": "summary_text", "text": "Hm"}]},
@@ -283,6 +304,18 @@ def test_what_agents_send_besides_functions_is_left_out(client: TestClient) -> N
     empty = client.post(PATH, json={"input": "Hi", "tools": [], "tool_choice": "auto", "parallel_tool_calls": True})
     assert empty.status_code == 200, empty.text
     assert "'tools[0]', 'tools[2]'" in answer.headers["x-quire-warnings"]
+
+
+def test_a_call_with_text_is_one_of_a_function(client: TestClient, openai_errors: Callable[..., list[str]]) -> None:
+    """It is listed so, and its parts are asked for by their names."""
+    call = {"type": "custom_tool_call", "call_id": "c1", "name": "apply_patch", "input": "***"}
+    parts = [{"type": "input_text", "text": "Done."}]
+    answer = post(client, input=[USER, call, {"type": "custom_tool_call_output", "call_id": "c1", "output": parts}])
+    listed = get(client, f"{answer['id']}/input_items", order="asc")
+    assert openai_errors("ResponseItemList", listed) == []
+    assert [item["type"] for item in listed["data"]] == ["message", "function_call", "function_call_output"]
+    refused = client.post(PATH, json={"input": [USER, call | {"input": None}]})
+    assert (refused.status_code, refused.json()["error"]["param"]) == (400, "input[1].input")
 
 
 def test_the_input_is_listed_in_pages(client: TestClient, openai_errors: Callable[..., list[str]]) -> None:
