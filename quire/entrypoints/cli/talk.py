@@ -16,6 +16,7 @@ from quire.entrypoints.cli import session
 from quire.entrypoints.cli.files import decode_record, read_text, write_text
 from quire.entrypoints.cli.terminal import Keyboard, refusals_shown, show
 from quire.errors import InvalidRequestError, QuireError
+from quire.utils.values import decimal
 
 Messages = list[dict[str, Any]]
 _INPUT_HELP = 'Several lines: paste them, end each with a backslash, or write them between """ and """.'
@@ -173,9 +174,9 @@ class Talk:
 
     def do_forget(self, text: str) -> None:
         """[N]: forgets the oldest N questions and their answers; one, without N."""
-        if not (text or "1").isdecimal() or len(text) >= 20:
+        if (count := decimal(text or "1")) is None:
             raise InvalidRequestError(f"how many are {text!r:.80}?")
-        count, num_turns = int(text or 1), len(self.turns) // 2
+        num_turns = len(self.turns) // 2
         self.turns = self.turns[2 * count :]
         print(f"[forgot the oldest {min(count, num_turns)} of {num_turns} turns]")
 
