@@ -101,7 +101,7 @@ def main() -> None:
         seconds = time.perf_counter() - start
         limits = Limits(*map(max, astuple(before), astuple(measure_limits(model))))
         spent = list(model.spent())
-        kernels = [kernels_of(llm, spent, work) for work in steps.works]
+        kernels = [kernels_of(llm, spent, work, model.target.level) for work in steps.works]
         floor = sum(kernel.floor(limits) for step in kernels for kernel in step)
         figures = {"name": name, "sec": round(seconds, 3), "floor": round(floor, 3), "share": round(floor / seconds, 3)}
         figures |= {"steps": len(steps.works), "read_GB_s": round(limits.read / 1e9, 1)}

@@ -50,7 +50,7 @@ class Kernel:
     """Kernels of one kind in a step: what they must read (bytes) and multiply (operations) at least, and their time.
 
     Attributes:
-        rounds_x: they multiply bytes, of so many an activation is made; 0: they multiply none.
+        rounds_x: they multiply bytes, of so many an activation is made, or in the time of so many; 0: they don't.
     """
 
     name: str
@@ -128,7 +128,7 @@ def run(namespace: Namespace) -> None:
             common = f", {shared} of them common" * (shared > 0)
             title = f"decoding: {size} sequences of {length + made:g} tokens{common}; of one step"
             work = Work(num_steps, size, size, *_decoding_keys(size, length + made, shared))
-        tables[phase] = title, seconds / num_steps, work.num_tokens, kernels_of(llm, spent, work)
+        tables[phase] = title, seconds / num_steps, work.num_tokens, kernels_of(llm, spent, work, model.target.level)
     # The better of two, as a machine's clock and neighbours change within a run.
     limits = Limits(*map(max, astuple(before), astuple(measure_limits(model))))
     print(f"{model.target.level}, {model.target.num_threads} threads: reads {limits.read / 1e9:.1f} GB/s, ", end="")
@@ -229,7 +229,7 @@ def _decoding_keys(size: int, context: float, shared: int) -> tuple[Callable[[fl
     return lambda window: size * min(window, context), read
 
 
-def kernels_of(llm: "LLM", spent: list[_Spents], work: Work) -> list[Kernel]:
+def kernels_of(llm: "LLM", spent: list[_Spents], work: Work, level: str) -> list[Kernel]:
     """What a step's kernels did, by kinds; of products by weights."""
     from quire.ops.native.matrix import PackedMatrix, weight_format
     from quire.ops.native.structs import Type
@@ -241,10 +241,10 @@ def kernels_of(llm: "LLM", spent: list[_Spents], work: Work) -> list[Kernel]:
         for op, spec, seconds in own:
             name, num_bytes, operations, rounds_x = op, 0.0, 0.0, 0
             if op == "linear":
-                weight, kind = spec.weight, Type(spec.weight.type)
-                name = f"product {weight.rows} x {weight.cols} {kind.name.lower().removesuffix('_turned')}"
-                num_bytes = math.prod(PackedMatrix.data_shape(weight.rows, weight.cols, kind))
-                operations, rounds_x = 2.0 * weight.rows * weight.cols * tokens, weight_format(kind).rounds_x
+                weight, kind, size = spec.weight, Type(spec.weight.type), (spec.weight.rows, spec.weight.cols)
+                name = f"product {size[0]} x {size[1]} {kind.name.lower().removesuffix('_turned')}"
+                num_bytes, operations = math.prod(PackedMatrix.data_shape(*size, kind)), 2.0 * math.prod(size) * tokens
+                rounds_x = weight_format(kind).rounds_x or 2 * (weight.paired and level != "avx2")  # pairs: VPDPWSSD
             elif op == "attention":
                 heads, window = spec.heads, spec.window or math.inf
                 num_bytes = work.read(window) * heads.num_kv_heads * heads.head_dim * 2 * key_bytes
