@@ -1,8 +1,11 @@
 """Which kernels our models run on in these tests."""
 
 import pytest
+import torch
 
 from quire.ops.native.library import TORCH, levels
+from quire.ops.native.matrix import is_paired
+from quire.ops.native.structs import Type
 
 
 @pytest.fixture
@@ -11,6 +14,12 @@ def native() -> str:
     if levels() == [TORCH]:
         pytest.skip("needs the compiled kernels")
     return levels()[0]
+
+
+@pytest.fixture
+def multiplying_numbers(native: str) -> str:
+    """The best level at which weights in blocks are multiplied as the numbers that a dequantized model has."""
+    return next(level for level in levels() if not is_paired(level, torch.bfloat16, Type.Q8_0))
 
 
 @pytest.fixture(params=[TORCH, "native"])

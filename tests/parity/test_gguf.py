@@ -61,7 +61,7 @@ def test_later_gemmas(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["qwen2-moe", "mixtral", "gpt2"])
-def test_blocks_compute_what_their_values_do(tmp_path: Path, name: str) -> None:
+def test_blocks_compute_what_their_values_do(tmp_path: Path, name: str, multiplying_numbers: str) -> None:
     """Experts, and matrices that checkpoints hold the other way around, too."""
     directory = tiny.save(tiny.build_theirs(name), tmp_path / "model")
     found: list[Any] = []
@@ -69,7 +69,8 @@ def test_blocks_compute_what_their_values_do(tmp_path: Path, name: str) -> None:
         path = tmp_path / f"{dequantized}.gguf"
         gguf_files.convert(directory, path, gguf_files.Kind.Q8_0, dequantized=dequantized)
         assert bool(GGUFTypes(read_gguf(path))) != dequantized
-        llm = LLM(str(path), skip_tokenizer_init=True, dtype="bfloat16", max_model_len=64, show_progress=False)
+        options: dict[str, Any] = {"skip_tokenizer_init": True, "max_model_len": 64, "show_progress": False}
+        llm = LLM(str(path), dtype="bfloat16", kernels=multiplying_numbers, **options)
         params = SamplingParams(max_tokens=8, temperature=0, logprobs=2, ignore_eos=True, detokenize=False)
         [output] = llm.generate([{"prompt_token_ids": [5, 9, 17, 33, 41]}], params, use_tqdm=False)
         found.append((output.outputs[0].token_ids, output.outputs[0].logprobs))
