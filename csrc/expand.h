@@ -50,25 +50,11 @@ QUIRE_INLINE __m512i bytes_of(__m512i indices, const uint8_t* table) {
 
 // 64 codes of a tile -> the two rows of 32 that they are, the odd ones the second half of each 16 bytes.
 QUIRE_INLINE void expand_i8(__m512i codes, __m512i& even, __m512i& odd) {
-#if defined(__AVX512VBMI__)
     const __m512i sign = _mm512_set1_epi8(char(0x80));
     const __m512i low = bytes_of(codes, kI8Tables.low);
     const __m512i high = _mm512_ternarylogic_epi32(bytes_of(codes, kI8Tables.high), codes, sign, 0xf8);  // high | (codes & sign)
     even = _mm512_unpacklo_epi8(low, high);
     odd = _mm512_unpackhi_epi8(low, high);
-#else
-    auto expanded = [](__m512i words) {
-        const uint16_t* table = kI8Tables.words;
-        // A look-up reads six bits of its index; the seventh says which of two it is.
-        const __m512i small = _mm512_permutex2var_epi16(_mm512_load_si512(table), words, _mm512_load_si512(table + 32));
-        const __m512i large = _mm512_permutex2var_epi16(_mm512_load_si512(table + 64), words, _mm512_load_si512(table + 96));
-        const __m512i value = _mm512_mask_mov_epi16(small, _mm512_test_epi16_mask(words, _mm512_set1_epi16(64)), large);
-        const __m512i sign = _mm512_set1_epi16(short(0x8000));
-        return _mm512_ternarylogic_epi32(value, _mm512_slli_epi16(words, 8), sign, 0xf8);  // value | (shifted & sign)
-    };
-    even = expanded(_mm512_unpacklo_epi8(codes, _mm512_setzero_si512()));
-    odd = expanded(_mm512_unpackhi_epi8(codes, _mm512_setzero_si512()));
-#endif
 }
 
 // i4: the 16 values of a row by its scale. 2 MB, of which a matrix's scales touch some KB: they stay in the caches. What is

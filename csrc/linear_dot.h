@@ -76,7 +76,7 @@ QUIRE_INLINE void turn_codes(const uint8_t* words, __m512i& first, __m512i& seco
 }
 
 // Calls body(c, j, weights) of columns 8c .. 8c + 7 of the rows 4i + j, i = 0..3, with j = 0..3 for each c or each two: registers are left for many sums.
-template <Type kType, class Scales, class Body>
+template <class Scales, class Body>
 QUIRE_INLINE void for_features(const uint8_t* tile, const Scales& scales, const Body& body) {
     const uint8_t* words = tile;
     __m512i first, second, low[4], high[4];
@@ -214,7 +214,7 @@ inline void stream_block(const uint8_t* tile, int64_t num_tiles, int64_t tile_by
             _mm_prefetch(reinterpret_cast<const char*>(tile + (kCodes ? 2 : 1) * kBytesAhead + i), kCodes ? _MM_HINT_T1 : _MM_HINT_T0);
         if constexpr (kCodes) {
             __m512i eights[kRows][2];
-            for_features<kType>(tile, scales, [&](int c, int j, __m512i weights) QUIRE_ALWAYS {
+            for_features(tile, scales, [&](int c, int j, __m512i weights) QUIRE_ALWAYS {
                 if (kTurns) _mm512_store_si512(turned + t * 1024 + c * 256 + j * 64, weights);
 #pragma GCC unroll 8
                 for (int m = 0; m < kRows; m++) {
@@ -277,7 +277,7 @@ inline void stream_floats(const uint8_t* tile, int64_t num_tiles, int64_t tile_b
                 _mm_prefetch(reinterpret_cast<const char*>(ahead + i), _MM_HINT_T1);
                 _mm_prefetch(reinterpret_cast<const char*>(tile + kBytesAhead / 4 + i), _MM_HINT_T0);
             }
-            for_features<kType>(tile, scales, add);
+            for_features(tile, scales, add);
         }
     }
 #pragma GCC unroll 8
@@ -320,7 +320,7 @@ inline void turn_block(const uint8_t* tile, int64_t num_tiles, int64_t tile_byte
         for (int64_t i = 0; i < tile_bytes; i += 64) _mm_prefetch(reinterpret_cast<const char*>(tile + kBytesAhead + i), _MM_HINT_T1);
         scales.read(tile, t);
         if constexpr (comes_turned(kType)) {
-            for_features<kType>(tile, scales, [&](int c, int j, __m512i weights) QUIRE_ALWAYS { _mm512_store_si512(out + c * 256 + j * 64, weights); });
+            for_features(tile, scales, [&](int c, int j, __m512i weights) QUIRE_ALWAYS { _mm512_store_si512(out + c * 256 + j * 64, weights); });
         } else for_pairs<kType>(tile, scales, [&](auto pair, const __m512i (&even)[4], const __m512i (&odd)[4]) QUIRE_ALWAYS {
             for (int c = 0; c < 4; c++) {
                 _mm512_store_si512(out + c * 256 + pair * 128, even[c]);

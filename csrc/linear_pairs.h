@@ -11,6 +11,9 @@
 
 #include <immintrin.h>
 
+#if defined(__AVX512VNNI__)
+#include "expand.h"
+#endif
 #include "linear.h"
 
 namespace quire::QUIRE_NS {
