@@ -18,7 +18,7 @@ import torch
 from quire import ops
 from quire.ops.native import builder
 from quire.ops.native.library import Target, default_target
-from quire.ops.native.matrix import PackedMatrix, is_paired, row_bytes, weight_format
+from quire.ops.native.matrix import PackedMatrix, row_bytes, weight_format, weight_order
 from quire.ops.native.program import Program
 from quire.ops.native.structs import Type
 from quire.worker.pages import huge_pages
@@ -85,7 +85,10 @@ def main() -> None:
     parser.add_argument("--threads", type=int, default=torch.get_num_threads())
     parser.add_argument("--busy", action="store_true", help="one thread's processor time, where others use the machine")
     parser.add_argument(
-        "--types", nargs="*", default=["BF16", "BF16_TURNED", "I8", "I4"], choices=[type.name for type in Type][1:]
+        "--types",
+        nargs="*",
+        default=["BF16", "BF16_TURNED", "BF16_INTS", "I8", "I4"],
+        choices=[type.name for type in Type][1:],
     )
     parser.add_argument("--rows", nargs="*", type=int, default=ROWS)
     parser.add_argument("--plain", action="store_true", help="weights in no level's own order")
@@ -98,7 +101,7 @@ def main() -> None:
     torch.manual_seed(0)
     print(f"[{rows} x {cols}], {args.threads} threads, level {target.level}")
     for type in (Type[name] for name in args.types):
-        paired = not args.plain and is_paired(target.level, torch.bfloat16, type)
+        paired = not args.plain and weight_order(target.level, type)[1]
         copies = packed_copies(rows, cols, type, paired)
         num_bytes = copies[0].data.numel()
         start = time.perf_counter()

@@ -9,6 +9,7 @@ QUIRE_STRUCT(MoveArgs, QUIRE_FIELD(cache), QUIRE_FIELD(block_size), QUIRE_FIELD(
              QUIRE_FIELD(sources), QUIRE_FIELD(destinations), QUIRE_FIELD(count), QUIRE_FIELD(type), QUIRE_FIELD(activations));
 QUIRE_STRUCT(WeightFormat, QUIRE_FIELD(tile_bytes), QUIRE_FIELD(span), QUIRE_FIELD(has_scales), QUIRE_FIELD(has_pairs), QUIRE_FIELD(rounds_x),
              QUIRE_FIELD(block_values), QUIRE_FIELD(block_bytes));
+QUIRE_STRUCT(WeightOrder, QUIRE_FIELD(type), QUIRE_FIELD(paired), QUIRE_FIELD(bytes));
 QUIRE_STRUCT(PackArgs, QUIRE_FIELD(matrix), QUIRE_FIELD(source), QUIRE_FIELD(source_stride), QUIRE_FIELD(start),
              QUIRE_FIELD(num_rows), QUIRE_FIELD(source_type));
 QUIRE_STRUCT(SampleArgs, QUIRE_FIELD(logits), QUIRE_FIELD(type), QUIRE_FIELD(vocab_size), QUIRE_FIELD(stride),
@@ -36,7 +37,17 @@ QUIRE_API(void, quire_pack, const Kernels* level, int32_t num_threads, const Pac
 QUIRE_API(void, quire_unpack, const Kernels* level, const Matrix* matrix, int64_t first_row, int64_t num_rows, float* out) {
     for (int64_t i = 0; i < num_rows; i++) level->unpack_row(*matrix, first_row + i, out + i * matrix->cols);
 }
-QUIRE_API(void, quire_weight_format, int32_t type, WeightFormat* found) { *found = weight_format(Type(type)); }
+// What stays there.
+QUIRE_API(const WeightFormat*, quire_weight_format, int32_t type) {
+    static const std::vector<WeightFormat> formats = [] {
+        std::vector<WeightFormat> all;
+        for (int i = 0; i < int(Type::q4_0) + kNumBlockTypes; i++) all.push_back(weight_format(Type(i)));
+        return all;
+    }();
+    return &formats[type];
+}
+
+QUIRE_API(void, quire_weight_order, const Kernels* level, int32_t type, WeightOrder* found) { *found = level->order_of(Type(type)); }
 
 // bare_loop of limits.h.
 QUIRE_API(double, quire_bare_loop, const Kernels* level, int32_t num_threads, const uint8_t* memory, int64_t size, int32_t in_bytes) {

@@ -16,7 +16,7 @@
 namespace quire {
 
 enum class Type : int32_t {
-    f32, bf16, i8, i4, w8a8, w4a8, bf16_turned, w8a16,
+    f32, bf16, i8, i4, w8a8, w4a8, bf16_turned, bf16_ints, w8a16,
     q4_0, q4_1, q5_0, q5_1, q8_0, q2_k, q3_k, q4_k, q5_k, q6_k, iq4_nl, iq4_xs,
     u4_32, u4_128, u8_32, u8_128, f8_128, c4_32,
 };
@@ -68,7 +68,7 @@ struct WeightFormat {
     int32_t tile_bytes;  // of 16 rows by 32 columns
     int32_t span;        // tiles of which a row has whole multiples
     int32_t has_scales;  // 1: one a row, beside the tiles
-    int32_t has_pairs;   // 1: there is an order of it, of as many bytes, in which AVX2 multiplies pairs (pairs.h)
+    int32_t has_pairs;   // 1: there is an order of it, of as many bytes, in which pairs are multiplied (pairs.h)
     int32_t rounds_x;    // to so many bytes, or 0: products round x, with a scale for each row, and multiply bytes
     int32_t block_values = 0, block_bytes = 0;  // of a block in a file; 0: the type is none of blocks
 };
@@ -76,8 +76,9 @@ struct WeightFormat {
 constexpr WeightFormat weight_format(Type type) {
     switch (type) {
         case Type::f32: return {2048, 1, false, false, 0};
-        case Type::bf16: return {1024, 1, false, true, 0};
+        case Type::bf16:
         case Type::bf16_turned: return {1024, 1, false, false, 0};
+        case Type::bf16_ints: return {1040, 1, false, false, 0};  // 512 integers, then 16 powers of 2
         case Type::i8: return {512, 1, true, true, 0};
         case Type::w8a8: return {512, 1, true, true, 1};
         case Type::w8a16: return {512, 1, true, false, 2};
@@ -88,6 +89,13 @@ constexpr WeightFormat weight_format(Type type) {
     const BlockFormat& blocks = block_format(type);
     return {blocks.tile_bytes(), blocks.is_own() ? blocks.span : 1, false, blocks.has_integers(), 0, blocks.values, blocks.bytes};
 }
+
+// How a level likes best to have weights of a type, where activations are bfloat16. All multiply all types.
+struct WeightOrder {
+    Type type;       // as which
+    int32_t paired;  // in the order of pairs
+    int32_t bytes;   // that the level's loop of bytes (limits.h) multiplies for a number; 0: its other loop tells what is near
+};
 
 constexpr float kCurve[16] = {-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113};
 

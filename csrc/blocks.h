@@ -179,8 +179,7 @@ private:
         auto code = [&](int offset, int bits) { return code_at(tile + offset, paired_place(row, c, bits), bits); };
         auto move = [&](int offset, int bits) { put_code(bytes + offset, plain_place(row, c, bits), bits, code(offset, bits)); };
         const uint8_t* byte = tile + paired_index(row, c);
-        if (type == Type::bf16) std::memcpy(bytes + 2 * (row * 32 + c), tile + 2 * paired_index(row, c), 2);
-        else if (type == Type::i8) bytes[i8_offset(row, c)] = *byte < 128 ? *byte : uint8_t(128 | (256 - *byte));
+        if (type == Type::i8) bytes[i8_offset(row, c)] = *byte < 128 ? *byte : uint8_t(128 | (256 - *byte));
         else if (type == Type::w8a8) bytes[w8a8_offset(row, c)] = *byte ^ 128;
         else if (type == Type::i4) move(32, 4);
         else if (type == Type::w4a8) put_code(bytes, w4a8_place(row, c), 4, code(0, 4));

@@ -10,17 +10,14 @@
 
 namespace quire::QUIRE_NS {
 
-// bf16 of the magnitudes 0..127: as words of 64 and, where bytes can be looked up (VBMI), by low and high byte. The sign bit
-// is the code's own. Made by the compiler: no code of a level may run before the CPU is known to have it.
+// bf16 of the magnitudes 0..127, by low and high byte. The sign bit is the code's own. Made by the compiler: no code of a level may run before the CPU is known to have it.
 struct I8Tables {
-    alignas(64) uint16_t words[128];
     alignas(64) uint8_t low[128], high[128];
-    constexpr I8Tables() : words(), low(), high() {
+    constexpr I8Tables() : low(), high() {
         for (unsigned m = 1; m < 128; m++) {
             unsigned exponent = 0;
             while (m >> (exponent + 1)) exponent++;
             unsigned value = (127 + exponent) << 7 | ((m << (7 - exponent)) & 127);
-            words[m] = uint16_t(value);
             low[m] = uint8_t(value);
             high[m] = uint8_t(value >> 8);
         }
@@ -220,13 +217,6 @@ QUIRE_INLINE void for_numbers(const uint8_t* tile, const BlockScales<kType>& sca
                 body(c, j, (__m512i)_mm512_cvtne2ps_pbh(_mm512_fmadd_ps(number(n + 1), high, high_shift), first));
             }
         }
-}
-
-// 32 bytes from `low`, then 32 from `high`. The second load leaves half of a register as it is: where memory is inserted, a shuffle
-// does it. (Half a register more is read than used: memory before `high` must be there, or that takes thousands of cycles.)
-QUIRE_INLINE __m512i two_halves(const void* low, const void* high) {
-    const __m512i first = _mm512_castsi256_si512(_mm256_loadu_si256(static_cast<const __m256i*>(low)));
-    return _mm512_mask_loadu_epi64(first, 0xf0, static_cast<const uint8_t*>(high) - 32);
 }
 
 }  // namespace quire::QUIRE_NS

@@ -160,11 +160,12 @@ struct Kernels {
     int32_t num_ways;  // to cut up large products (tuning.h)
     void (*choose_way)(int32_t);
     int32_t (*tune)(Context&);
+    WeightOrder (*order_of)(Type);
 };
 
 extern const Kernels kPortableKernels;
 extern const Kernels kAvx2Kernels;
-extern const Kernels kAvx512Kernels;
+extern const Kernels kAvx512VnniKernels;
 extern const Kernels kAvx512Bf16Kernels;
 extern const Kernels kAmxKernels;
 extern const Kernels kNeonDotKernels;

@@ -68,7 +68,7 @@ public:
         bf16* out = reinterpret_cast<bf16*>(to);
         if constexpr (kType == Type::i8) return expand_i8_tile(tile, out);
         if constexpr (kType == Type::i4) return expand_i4_tile(tile, out);
-        if constexpr (kType == Type::bf16_turned) {  // the order of another level, and no faster than it has to be
+        if constexpr (kType == Type::bf16_turned || kType == Type::bf16_ints) {  // the order of another level, and no faster than it has to be
             Matrix matrix{};
             matrix.type = kType;
             for (int row = 0; row < 16; row++) {
@@ -103,6 +103,7 @@ inline void with_expander(Type type, const Body& body) {
     if (type == Type::i8) return body(Expander<Type::i8>());
     if (type == Type::i4) return body(Expander<Type::i4>());
     if (type == Type::bf16_turned) return body(Expander<Type::bf16_turned>());
+    if (type == Type::bf16_ints) return body(Expander<Type::bf16_ints>());
     with_blocks(type, [&](auto blocks) { body(Expander<blocks>()); });
 }
 inline void prefetch_codes(const uint8_t* p, int64_t bytes) {

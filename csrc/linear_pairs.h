@@ -1,5 +1,6 @@
 // Linear layers of pairs of integers: on AVX2, where neither bf16 nor bytes can be multiplied, whatever the weights are kept as; with
-// AVX512_VNNI codes that have scales for some columns. VPMADDWD and VPDPWSSD multiply twice as many as floats are multiplied.
+// AVX512_VNNI codes that have scales for some columns, and bf16 where that can't be multiplied. VPMADDWD and VPDPWSSD multiply twice as
+// many as floats are multiplied.
 //
 // 32 columns of a row of x share a power of 2, counted in which the largest takes 14 bits: the bf16 numbers down to 1/64 of it
 // stay what they are, and no smaller one is off by more than 1/16384 of it. Likewise 32 columns of a row of bf16 weights, in
@@ -11,9 +12,6 @@
 
 #include <immintrin.h>
 
-#if defined(__AVX512VNNI__)
-#include "expand.h"
-#endif
 #include "linear.h"
 
 namespace quire::QUIRE_NS {
@@ -30,7 +28,7 @@ constexpr int kFewPaired = 4;                // twice as many do so in turn wher
 constexpr int kPanelVectors = 2;             // of two columns: those of a block, or of two
 constexpr int64_t kPanelTiles = 8;           // of a panel, a superblock: with its rows of x it stays in L1
 constexpr int64_t kPanelWindow = 480;        // rows that share a panel, whose sums stay in L2
-constexpr int kRowBits = 14, kWeightBits = 12;
+constexpr int kRowBits = 14;
 
 // x as integers: of a panel's rows in turn the pairs of columns; then for each tile of 32 columns what the rows are counted in,
 // and of each group of columns that share a scale of weights the sum of x. Where all codes mean so much less than they are,
@@ -49,14 +47,6 @@ struct PairedRows {
     const int32_t* panel(int64_t first_row, int64_t tile) const { return codes + (first_row / width * num_tiles + tile) * 16 * width; }
     const float* unit(int64_t first_row, int64_t tile) const { return scales + (first_row / width * num_tiles + tile) * 3 * width; }
 };
-
-// 2^(exponent - bias), where that is a normal number.
-inline float power_of_2(int field) {
-    const uint32_t bits = uint32_t(field) << 23;
-    float out;
-    std::memcpy(&out, &bits, 4);
-    return out;
-}
 
 // 32 columns' integers at a row's place in a panel of `width`, in `groups` groups; `zero` is the code that means 0.
 inline void put_integers(const int16_t* numbers, float counted_in, int groups, int zero, int width, int32_t* codes, float* unit) {
@@ -96,16 +86,15 @@ QUIRE_ONE_COPY inline float to_integers(const float* x, int16_t* numbers) {
     }
     __m128i four = _mm_max_epi32(_mm256_castsi256_si128(most), _mm256_extracti128_si256(most, 1));
     four = _mm_max_epi32(four, _mm_shuffle_epi32(four, 0x4e));
-    int exponent = _mm_cvtsi128_si32(_mm_max_epi32(four, _mm_shuffle_epi32(four, 0xb1))) >> 23;
-    if (exponent < 255) {
-        exponent = exponent < kRowBits ? kRowBits : exponent;  // whose unit is a normal number
-        const __m256 factor = _mm256_set1_ps(power_of_2(254 + kRowBits - 1 - exponent));
+    const Unit unit(_mm_cvtss_f32(_mm_castsi128_ps(_mm_max_epi32(four, _mm_shuffle_epi32(four, 0xb1)))), kRowBits);
+    if (unit.field < 255) {
+        const __m256 factor = _mm256_set1_ps(unit.factor);
         for (int i = 0; i < 4; i += 2) {
             const __m256i low = _mm256_cvtps_epi32(_mm256_mul_ps(v[i], factor)), high = _mm256_cvtps_epi32(_mm256_mul_ps(v[i + 1], factor));
             const __m256i words = _mm256_permute4x64_epi64(_mm256_packs_epi32(low, high), 0xd8);
             _mm256_storeu_si256(reinterpret_cast<__m256i*>(numbers + 8 * i), words);
         }
-        return power_of_2(exponent - kRowBits + 1);
+        return power_of_2(unit.field);
     }
     bool is_number = true;  // infinities, if nothing else, show as such
     for (int i = 0; i < 32; i++) {
@@ -139,7 +128,10 @@ inline void fill_panel(const LinearArgs& a, int64_t panel, int groups, int zero,
 // Vectors of words, and of bytes made words, of a block's rows: of both halves, that lie so far apart, or of one.
 #if defined(__AVX512VNNI__)
 using Words = __m512i;
-constexpr bool multiplies_pairs(Type type) { return type == Type::i4 || is_blocks(type); }  // others meet bytes, or floats
+// Others meet bytes, or floats.
+constexpr bool multiplies_pairs(Type type) {
+    return type == Type::bf16_ints || type == Type::i4 || (is_blocks(type) && weight_format(type).has_pairs);
+}
 QUIRE_INLINE vf fused(vf a, vf b, vf c) { return (vf)_mm512_fmadd_ps((__m512)a, (__m512)b, (__m512)c); }
 QUIRE_INLINE Words load_words(const uint8_t* p, int64_t apart, int) { return two_halves(p, p + apart); }
 QUIRE_INLINE Words load_bytes(const uint8_t* p, int64_t apart, int) {
@@ -154,7 +146,7 @@ QUIRE_INLINE Words look_up(__m128i table, Words words) { return _mm512_shuffle_e
 QUIRE_INLINE void add_pairs(Words& sum, Words weights, Words x) { asm("vpdpwssd %2, %1, %0" : "+v"(sum) : "v"(weights), "v"(x)); }
 #else
 using Words = __m256i;
-constexpr bool multiplies_pairs(Type) { return true; }
+constexpr bool multiplies_pairs(Type type) { return type == Type::bf16_ints || weight_format(type).has_pairs; }
 QUIRE_INLINE vf fused(vf a, vf b, vf c) { return (vf)_mm256_fmadd_ps((__m256)a, (__m256)b, (__m256)c); }
 QUIRE_INLINE Words load_words(const uint8_t* p, int64_t apart, int part) { return _mm256_loadu_si256(reinterpret_cast<const __m256i*>(p + part * apart)); }
 QUIRE_INLINE Words load_bytes(const uint8_t* p, int64_t apart, int part) {
@@ -171,7 +163,7 @@ QUIRE_INLINE void add_pairs(Words& sum, Words weights, Words x) {
 QUIRE_INLINE Words two_columns(const int32_t* codes) { return (Words)splat_int(*codes); }
 
 // A tile's weights as integers, a half's pairs of columns in turn, of which kZero means 0, and what the rows' sums are
-// multiplied with: `scale`, and `shift` with the sum of x. kMade: making integers takes more than multiplying them.
+// multiplied with: `scale`, and `shift` with the sum of x.
 template <Type kType, bool = is_blocks(kType)>
 struct PairedTile;
 
@@ -180,7 +172,7 @@ struct PairedTile<kType, true> {
     static constexpr BlockFormat f = block_format(kType);
     static constexpr int kGroups = f.groups;
     static constexpr int kZero = f.curved ? 127 : f.zero;
-    static constexpr bool kMade = false, kScaled = true, kShifted = f.has_min || f.is_own();
+    static constexpr bool kScaled = true, kShifted = f.has_min || f.is_own();
     BlockScales<kType, false> scales;
     const uint8_t* tile;
 
@@ -188,7 +180,6 @@ struct PairedTile<kType, true> {
         tile = from;
         scales.read(from, t);
     }
-    QUIRE_ALWAYS void prepare() {}
     QUIRE_ALWAYS vf scale(int part, int group) const { return load(scales.scale(group) + kLanes * part); }
     QUIRE_ALWAYS vf shift(int part, int group) const {
         const vf shift = load(scales.shift(group) + kLanes * part);
@@ -212,18 +203,19 @@ struct PairedTile<kType, true> {
     }
 };
 
+#if !defined(__AVX512VNNI__)
 template <>
 struct PairedTile<Type::i8, false> {
     static constexpr int kGroups = 1, kZero = 0;
-    static constexpr bool kMade = false, kScaled = false, kShifted = false;  // a row's scale waits for the end
+    static constexpr bool kScaled = false, kShifted = false;  // a row's scale waits for the end
     const uint8_t* tile;
 
     QUIRE_ALWAYS void read(const uint8_t* from, int64_t) { tile = from; }
-    QUIRE_ALWAYS void prepare() {}
     QUIRE_ALWAYS vf scale(int, int) const { return splat(1); }
     QUIRE_ALWAYS vf shift(int, int) const { return vf{}; }
     QUIRE_ALWAYS Words pair(int part, int p) const { return load_bytes(tile + p * 16, 256, part); }
 };
+#endif
 
 // Codes of four bits, the columns' p-th pair.
 QUIRE_INLINE Words nibble_pair(const uint8_t* codes, int part, int p) {
@@ -234,67 +226,44 @@ QUIRE_INLINE Words nibble_pair(const uint8_t* codes, int part, int p) {
 template <>
 struct PairedTile<Type::i4, false> {
     static constexpr int kGroups = 1, kZero = 8;
-    static constexpr bool kMade = false, kScaled = true, kShifted = false;
+    static constexpr bool kScaled = true, kShifted = false;
     const uint8_t* tile;
 
     QUIRE_ALWAYS void read(const uint8_t* from, int64_t) { tile = from; }
-    QUIRE_ALWAYS void prepare() {}
     QUIRE_ALWAYS vf scale(int part, int) const { return load(reinterpret_cast<const bf16*>(tile) + kLanes * part); }
     QUIRE_ALWAYS vf shift(int, int) const { return vf{}; }
     QUIRE_ALWAYS Words pair(int part, int p) const { return nibble_pair(tile + 32, part, p); }
 };
 
+#if !defined(__AVX512VNNI__)
 template <>
 struct PairedTile<Type::w4a8, false> {
     static constexpr int kGroups = 1, kZero = 8;
-    static constexpr bool kMade = false, kScaled = true, kShifted = false;
+    static constexpr bool kScaled = true, kShifted = false;
     const uint8_t* tile;
 
     QUIRE_ALWAYS void read(const uint8_t* from, int64_t) { tile = from; }
-    QUIRE_ALWAYS void prepare() {}
     QUIRE_ALWAYS vf scale(int part, int) const { return numbers_of(signed_bytes(tile + 256 + kLanes * part)); }
     QUIRE_ALWAYS vf shift(int, int) const { return vf{}; }
     QUIRE_ALWAYS Words pair(int part, int p) const { return nibble_pair(tile, part, p); }
 };
+#endif
 
-#if !defined(__AVX512VNNI__)
 template <>
-struct PairedTile<Type::bf16, false> {
+struct PairedTile<Type::bf16_ints, false> {
     static constexpr int kGroups = 1, kZero = 0;
-    static constexpr bool kMade = true, kScaled = true, kShifted = false;
+    static constexpr bool kScaled = true, kShifted = false;
     const uint8_t* tile;
-    __m256 factor[2], unit[2];
 
     QUIRE_ALWAYS void read(const uint8_t* from, int64_t) { tile = from; }
-    // Each row's unit, from its largest number.
-    QUIRE_ALWAYS void prepare() {
-#pragma GCC unroll 2
-        for (int half = 0; half < 2; half++) {
-            __m256i most[2] = {_mm256_setzero_si256(), _mm256_setzero_si256()};
-#pragma GCC unroll 16
-            for (int p = 0; p < 16; p++)
-                most[p % 2] = _mm256_max_epi16(most[p % 2], _mm256_and_si256(load_words(tile + p * 32, 512, half), _mm256_set1_epi16(0x7fff)));
-            const __m256i both = _mm256_max_epi16(most[0], most[1]);
-            const __m256i largest = _mm256_max_epi32(_mm256_srli_epi32(both, 16), _mm256_and_si256(both, _mm256_set1_epi32(0xffff)));
-            __m256i exponent = _mm256_srli_epi32(largest, 7);
-            const __m256i is_broken = _mm256_cmpeq_epi32(exponent, _mm256_set1_epi32(255));
-            exponent = _mm256_max_epi32(exponent, _mm256_set1_epi32(kWeightBits));
-            factor[half] = _mm256_castsi256_ps(_mm256_slli_epi32(_mm256_sub_epi32(_mm256_set1_epi32(254 + kWeightBits - 1), exponent), 23));
-            const __m256i field = _mm256_slli_epi32(_mm256_sub_epi32(exponent, _mm256_set1_epi32(kWeightBits - 1)), 23);
-            unit[half] = _mm256_castsi256_ps(_mm256_or_si256(field, is_broken));
-        }
-    }
-    QUIRE_ALWAYS vf scale(int half, int) const { return (vf)unit[half]; }
+    QUIRE_ALWAYS vf scale(int part, int) const { return (vf)((signed_bytes(tile + 1024 + kLanes * part) & 255) << 23); }
     QUIRE_ALWAYS vf shift(int, int) const { return vf{}; }
-    QUIRE_ALWAYS __m256i pair(int half, int p) const {
-        const __m256i words = load_words(tile + p * 32, 512, half);
-        const __m256 magic = _mm256_set1_ps(12582912.0f);  // an integer's bits are a sum's lowest then
-        const __m256 even = _mm256_fmadd_ps(_mm256_castsi256_ps(_mm256_slli_epi32(words, 16)), factor[half], magic);
-        const __m256 odd = _mm256_fmadd_ps(_mm256_castsi256_ps(_mm256_and_si256(words, _mm256_set1_epi32(int(0xffff0000)))), factor[half], magic);
-        return _mm256_blend_epi16(_mm256_castps_si256(even), _mm256_slli_epi32(_mm256_castps_si256(odd), 16), 0xaa);
+    QUIRE_ALWAYS Words pair(int part, int p) const {
+        Words words;
+        std::memcpy(&words, tile + p * 64 + part * sizeof words, sizeof words);
+        return words;
     }
 };
-#endif
 
 // Adds to a row's totals those of a group of columns. `unit` is the row's, in a panel of `width`.
 template <class Tile>
@@ -325,7 +294,6 @@ QUIRE_ONE_COPY void few_rows(const Matrix& w, int64_t block, const PairedRows& x
         const int32_t* codes = x.panel(first, t);
         const float* unit = x.unit(first, t);
         for (int64_t line = 0; line < bytes; line += 64) _mm_prefetch(reinterpret_cast<const char*>(from + 4096 + line), _MM_HINT_T1);
-        tile.prepare();
 #pragma GCC unroll 2
         for (int group = 0; group < Tile::kGroups; group++) {
             Words acc[kApart][kRows][kParts];
@@ -375,7 +343,6 @@ QUIRE_ONE_COPY void expand_panel(const Matrix& w, int64_t block, int64_t begin, 
     for (int64_t t = begin; t < end; t++, from += bytes) {
         for (int64_t line = 0; line < bytes; line += 64) _mm_prefetch(reinterpret_cast<const char*>(from + ahead + line), _MM_HINT_T1);
         tile.read(from, t);
-        tile.prepare();
 #pragma GCC unroll 2
         for (int part = 0; part < kParts; part++) {
             const int at = place + part;
@@ -431,7 +398,7 @@ constexpr int few_width(int num_rows) { return num_rows <= 4 ? num_rows : (num_r
 
 template <class Tile>
 void linear_paired(const LinearArgs& a, Context& context) {
-    const bool few = a.num_rows <= kFewPaired * (Tile::kMade ? 1 : kParts);
+    const bool few = a.num_rows <= kFewPaired * kParts;
     const int width = !few ? kPairedRows : kParts == 1 ? few_width(int(a.num_rows)) : kFewPaired;
     // One panel each thread makes for itself: to wait for one that does, and to get it from there, takes longer.
     const bool own = few && a.num_rows <= width && a.out != a.x;
@@ -496,8 +463,8 @@ void linear_paired(const LinearArgs& a, Context& context) {
 // Formats whose codes are no integers are not paired.
 inline void linear_pairs(const LinearArgs& a, Context& context) {
     if (a.num_rows == 0) return;
+    if (a.weight.type == Type::bf16_ints) return linear_paired<PairedTile<Type::bf16_ints>>(a, context);
 #if !defined(__AVX512VNNI__)
-    if (a.weight.type == Type::bf16) return linear_paired<PairedTile<Type::bf16>>(a, context);
     if (a.weight.type == Type::i8 || a.weight.type == Type::w8a8) return linear_paired<PairedTile<Type::i8>>(a, context);
     if (a.weight.type == Type::w4a8) return linear_paired<PairedTile<Type::w4a8>>(a, context);
 #endif

@@ -9,9 +9,11 @@
 //   w4a8       -8..7 as 0..15, times the row's multiple for 32 columns, an integer of -15..15, and the row's scale: a product is of integers,
 //              then. The codes as pairs.h says, then 16 multiples in bytes.
 //   bf16_turned  as linear_dot.h multiplies them: of eight columns in turn the rows 0, 4, 8, 12, then 1, 5, 9, 13, ...
+//   bf16_ints  as linear_pairs.h multiplies them: integers of 12 bits, in which a row's 32 columns are counted, in words: of two columns
+//              in turn the rows' two words; then the rows' powers of 2, the exponents as float32 has them, in bytes.
 //   w8a16      w8a8's bytes, for products with x in sixteen bits.
 //   q4_0 ...   blocks (blocks.h).
-// Paired tiles of bf16, i8, w8a8, i4, w4a8 and blocks have the order of pairs.h; bytes are a two's complement there.
+// Paired tiles of i8, w8a8, i4, w4a8 and blocks have the order of pairs.h; bytes are a two's complement there.
 // i8 and i4 are symmetric, rounded to nearest; the i4 scale is the one of a few candidates with the least squared error.
 #pragma once
 
@@ -21,16 +23,80 @@
 
 namespace quire::QUIRE_NS {
 
-constexpr bool is_bf16(Type type) { return type == Type::bf16 || type == Type::bf16_turned; }
+constexpr bool is_bf16(Type type) { return type == Type::bf16 || type == Type::bf16_turned || type == Type::bf16_ints; }
 
 // Calls body(elements in the tile, elements in the row) for pieces of 8 of a row in bf16.
 template <class Body>
 inline void for_pieces(Type type, int64_t row, const Body& body) {
     for (int64_t c = 0; c < 32; c += 8) body(type == Type::bf16 ? row * 32 + c : c * 16 + row % 4 * 32 + row / 4 * 8, c);
 }
+
+// 2^(field - 127), where that is a number; 255: infinity.
+inline float power_of_2(int field) {
+    const uint32_t bits = uint32_t(field) << 23;
+    float out;
+    std::memcpy(&out, &bits, 4);
+    return out;
+}
+
+// NaN where any of them is.
+template <class T>
+inline float largest_magnitude(const T* x, int64_t n) {
+    using Bits = std::conditional_t<sizeof(T) == 2, int16_t, int32_t>;  // as integers, positive numbers have their order, and NaN is the largest
+    typedef Bits vs __attribute__((vector_size(sizeof(vf))));
+    constexpr int kCount = sizeof(vf) / sizeof(T);
+    constexpr Bits kMagnitude = Bits(~(Bits(1) << (8 * sizeof(T) - 1)));
+    vs most{};
+    int64_t i = 0;
+    for (; i + kCount <= n; i += kCount) {
+        vs magnitude;
+        std::memcpy(&magnitude, x + i, sizeof magnitude);
+        magnitude &= kMagnitude;
+        most = magnitude > most ? magnitude : most;
+    }
+    Bits out = 0;
+    for (int lane = 0; lane < kCount; lane++) out = most[lane] > out ? most[lane] : out;
+    for (; i < n; i++) {
+        Bits magnitude;
+        std::memcpy(&magnitude, x + i, sizeof magnitude);
+        magnitude &= kMagnitude;
+        out = magnitude > out ? magnitude : out;
+    }
+    T found;
+    std::memcpy(&found, &out, sizeof found);
+    return to_float(found);
+}
+
+// What 32 numbers of this largest magnitude are counted in, so that it takes `bits`: a power of 2 that is a normal number.
+struct Unit {
+    int field;     // its exponent, as float32 has it; 255: one of them is no number
+    float factor;  // what makes integers of them, where they are numbers
+
+    Unit(float most, int bits) {
+        uint32_t pattern;
+        std::memcpy(&pattern, &most, 4);
+        const int exponent = int(pattern >> 23 & 255), normal = exponent < bits ? bits : exponent;
+        field = exponent == 255 ? 255 : normal - bits + 1;
+        factor = power_of_2(253 + bits - normal);
+    }
+};
+
+constexpr int kWeightBits = 12;
+constexpr int64_t ints_index(int64_t row, int64_t col) { return col / 2 * 32 + row * 2 + col % 2; }
+
+inline void put_ints_row(uint8_t* tile, int64_t row, const bf16* values) {
+    const Unit unit(largest_magnitude(values, 32), kWeightBits);
+    tile[1024 + row] = uint8_t(unit.field);
+    int16_t integers[32] = {};
+    for (int c = 0; c < 32 && unit.field < 255; c += kLanes) {
+        const vh words = __builtin_convertvector(nearest(load(values + c) * unit.factor), vh);
+        std::memcpy(integers + c, &words, sizeof words);
+    }
+    for (int64_t c = 0; c < 32; c += 2) std::memcpy(tile + 2 * ints_index(row, c), integers + c, 4);
+}
+
 inline void put_bf16_row(const Matrix& m, uint8_t* tile, int64_t row, const bf16* values) {
-    for (int64_t c = 0; c < 32 && m.paired; c += 2) std::memcpy(tile + 2 * paired_index(row, c), values + c, 4);
-    if (m.paired) return;
+    if (m.type == Type::bf16_ints) return put_ints_row(tile, row, values);
     for_pieces(m.type, row, [&](int64_t at, int64_t c) { std::memcpy(reinterpret_cast<bf16*>(tile) + at, values + c, 16); });
 }
 
@@ -52,6 +118,13 @@ inline void unpack_tile_row(const Matrix& m, const uint8_t* tile, int64_t row, f
             for (int c = 0; c < 32; c += kLanes) store(out + c, load(values + c));
             break;
         }
+        case Type::bf16_ints:
+            for (int c = 0; c < 32; c++) {
+                int16_t integer;
+                std::memcpy(&integer, tile + 2 * ints_index(row, c), 2);
+                out[c] = float(integer) * power_of_2(tile[1024 + row]);
+            }
+            break;
         case Type::i8: {
             for (int c = 0; c < 32; c += kLanes) {
                 uint8_t bytes[kLanes];
@@ -97,34 +170,6 @@ inline void unpack_row(const Matrix& m, int64_t row, float* out) {
         int64_t count = m.cols - t * 32 < 32 ? m.cols - t * 32 : 32;
         for (int64_t c = 0; c < count; c++) out[t * 32 + c] = values[c] * scale;
     }
-}
-
-// NaN where any of them is.
-template <class T>
-inline float largest_magnitude(const T* x, int64_t n) {
-    using Bits = std::conditional_t<sizeof(T) == 2, int16_t, int32_t>;  // as integers, positive numbers have their order, and NaN is the largest
-    typedef Bits vs __attribute__((vector_size(sizeof(vf))));
-    constexpr int kCount = sizeof(vf) / sizeof(T);
-    constexpr Bits kMagnitude = Bits(~(Bits(1) << (8 * sizeof(T) - 1)));
-    vs most{};
-    int64_t i = 0;
-    for (; i + kCount <= n; i += kCount) {
-        vs magnitude;
-        std::memcpy(&magnitude, x + i, sizeof magnitude);
-        magnitude &= kMagnitude;
-        most = magnitude > most ? magnitude : most;
-    }
-    Bits out = 0;
-    for (int lane = 0; lane < kCount; lane++) out = most[lane] > out ? most[lane] : out;
-    for (; i < n; i++) {
-        Bits magnitude;
-        std::memcpy(&magnitude, x + i, sizeof magnitude);
-        magnitude &= kMagnitude;
-        out = magnitude > out ? magnitude : out;
-    }
-    T found;
-    std::memcpy(&found, &out, sizeof found);
-    return to_float(found);
 }
 
 // x * factor to the nearest integer, the product rounded first: not fused, so that every level and the twin in

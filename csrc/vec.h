@@ -177,6 +177,15 @@ inline float hmax(vf x) {
     return out;
 }
 
+#if defined(__AVX512F__)
+// 32 bytes from `low`, then 32 from `high`. The second load leaves half of a register as it is: where memory is inserted, a shuffle
+// does it. (Half a register more is read than used: memory before `high` must be there, or that takes thousands of cycles.)
+QUIRE_INLINE __m512i two_halves(const void* low, const void* high) {
+    const __m512i first = _mm512_castsi256_si512(_mm256_loadu_si256(static_cast<const __m256i*>(low)));
+    return _mm512_mask_loadu_epi64(first, 0xf0, static_cast<const uint8_t*>(high) - 32);
+}
+#endif
+
 // x as a result that is rounded by itself: the compiler neither fuses it into the next operation nor reorders past it.
 // Where two of its choices would round differently, the same value could come out differently in two places.
 template <class V>

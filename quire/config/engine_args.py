@@ -27,7 +27,7 @@ logger = logging.getLogger(__name__)
 
 _SWAP_SPACE_FOR_DISK = 1.0  # GiB, where nothing else is said
 _Method = Literal[MadeMethod, KeptMethod, "gguf"]
-_Kernels = Literal["auto", "amx", "avx512_bf16", "avx512", "avx2", "neon_bf16", "neon_dot", "portable", "torch"]
+_Kernels = Literal["auto", "amx", "avx512_bf16", "avx512_vnni", "avx2", "neon_bf16", "neon_dot", "portable", "torch"]
 MAX_LORA_RANK = 256
 _OF_MODEL = ("dtype", "max_model_len", "revision", "seed", "hf_overrides", "load_format", "download_dir")  # its options
 
@@ -64,8 +64,8 @@ class EngineArgs:
     """On a GPU, multiply by its library, whose sums depend on the batch: faster by a little, but answers are no more
     those of a request alone."""
     kernels: _Kernels = option("auto")
-    """CPU kernels: auto (the best), amx, avx512_bf16, avx512, avx2, neon_bf16, neon_dot, portable, or torch: none of
-    the compiled ones."""
+    """CPU kernels: auto (the best), amx, avx512_bf16, avx512_vnni, avx2, neon_bf16, neon_dot, portable, or torch: none
+    of the compiled ones."""
     weight_cache: bool = option(True)
     """Keep packed weights on disk, so that the next start maps them instead of packing again."""
     weight_cache_size: float = option(64.0, over=0)

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from quire import ops
-from quire.ops.native.matrix import OWN_TYPES, PackedMatrix, is_paired, row_bytes, weight_format
+from quire.ops.native.matrix import PackedMatrix, row_bytes, weight_format, weight_order
 from quire.ops.native.structs import TYPE_OF, Type
 from quire.quantization.base import MatrixShape, QuantizationMethod, TensorForm
 from quire.quantization.coded import MADE
@@ -29,7 +29,7 @@ class Packing:
     Attributes:
         dtype: the model's, float32 or bfloat16.
         filled: what `allocate` returns holds the packed weights already.
-        level: of the kernels that will multiply, where they are known: see `OWN_TYPES` and `is_paired`.
+        level: of the kernels that will multiply, where they are known: see `weight_order`.
     """
 
     dtype: torch.dtype
@@ -48,9 +48,9 @@ class Packed(QuantizationMethod):
     """
 
     def __init__(self, made: str | None, packing: Packing, kept: Type | None = None) -> None:
-        dtype, level = packing.dtype, packing.level
-        self.type = kept or OWN_TYPES.get(level, {}).get((dtype, made)) or (_MADE[made] if made else TYPE_OF[dtype])
-        self.paired = is_paired(level, dtype, self.type)
+        self.type, self.paired = kept or (_MADE[made] if made else TYPE_OF[packing.dtype]), False
+        if packing.level and packing.dtype is torch.bfloat16:
+            self.type, self.paired, _ = weight_order(packing.level, self.type)
         self._kept, self._allocate = kept is not None, packing.allocate
         self.filled = frozenset({"weight"}) if packing.filled else frozenset()
 

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from quire.ops.native.library import TORCH, levels, library
-from quire.ops.native.matrix import is_paired
+from quire.ops.native.matrix import weight_order
 from quire.ops.native.structs import Type
 
 sys.path.insert(0, str(Path(__file__).parent))  # for what test_exactness.py has to share
@@ -138,7 +138,7 @@ def native() -> str:
 @pytest.fixture
 def multiplying_numbers(native: str) -> str:
     """The best level at which weights in blocks are multiplied as the numbers that a dequantized model has."""
-    return next(level for level in levels() if not is_paired(level, torch.bfloat16, Type.Q8_0))
+    return next(level for level in levels() if not weight_order(level, Type.Q8_0)[1])
 
 
 @pytest.fixture

@@ -1,10 +1,9 @@
 """Which kernels our models run on in these tests."""
 
 import pytest
-import torch
 
 from quire.ops.native.library import TORCH, levels
-from quire.ops.native.matrix import is_paired
+from quire.ops.native.matrix import weight_order
 from quire.ops.native.structs import Type
 
 
@@ -19,7 +18,7 @@ def native() -> str:
 @pytest.fixture
 def multiplying_numbers(native: str) -> str:
     """The best level at which weights in blocks are multiplied as the numbers that a dequantized model has."""
-    return next(level for level in levels() if not is_paired(level, torch.bfloat16, Type.Q8_0))
+    return next(level for level in levels() if not weight_order(level, Type.Q8_0)[1])
 
 
 @pytest.fixture(params=[TORCH, "native"])

@@ -231,7 +231,7 @@ def _decoding_keys(size: int, context: float, shared: int) -> tuple[Callable[[fl
 
 def kernels_of(llm: "LLM", spent: list[_Spents], work: Work, level: str) -> list[Kernel]:
     """What a step's kernels did, by kinds; of products by weights."""
-    from quire.ops.native.matrix import PackedMatrix, weight_format
+    from quire.ops.native.matrix import PackedMatrix, weight_order
     from quire.ops.native.structs import Type
 
     report = llm.llm_engine.executor.report if llm.llm_engine.executor else None
@@ -242,9 +242,9 @@ def kernels_of(llm: "LLM", spent: list[_Spents], work: Work, level: str) -> list
             name, num_bytes, operations, rounds_x = op, 0.0, 0.0, 0
             if op == "linear":
                 weight, kind, size = spec.weight, Type(spec.weight.type), (spec.weight.rows, spec.weight.cols)
-                name = f"product {size[0]} x {size[1]} {kind.name.lower().removesuffix('_turned')}"
+                name = f"product {size[0]} x {size[1]} {kind.name.lower().split('_')[0]}"
                 num_bytes, operations = math.prod(PackedMatrix.data_shape(*size, kind)), 2.0 * math.prod(size) * tokens
-                rounds_x = weight_format(kind).rounds_x or 2 * (weight.paired and level != "avx2")  # pairs: VPDPWSSD
+                rounds_x = order[2] if (order := weight_order(level, kind))[:2] == (kind, weight.paired) else 0
             elif op == "attention":
                 heads, window = spec.heads, spec.window or math.inf
                 num_bytes = work.read(window) * heads.num_kv_heads * heads.head_dim * 2 * key_bytes

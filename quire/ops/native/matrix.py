@@ -11,34 +11,39 @@ from functools import cache
 import torch
 from torch import Tensor
 
-from quire.ops.native.library import Target, default_target, loaded_library
+from quire.ops.native.library import TORCH, Target, default_target, loaded_library
 from quire.ops.native.structs import TYPE_OF, Type, c_struct
 
 BLOCK_ROWS = 16
 TILE_COLS = 32
-# What levels like best to have numbers (or "int8") as, where that is an order of their own. All can multiply all types.
-OWN_TYPES = {"avx512_bf16": {(torch.bfloat16, None): Type.BF16_TURNED, (torch.bfloat16, "int8"): Type.W8A16}}
-# Levels that multiply pairs of integers where activations are bfloat16, and types that they multiply otherwise.
-PAIRED_LEVELS: dict[str, set[Type]] = {"avx2": set(), "avx512_bf16": {Type.BF16, Type.I8, Type.W8A8, Type.W4A8}}
 
 
-def is_paired(level: str, dtype: torch.dtype, type: Type) -> bool:
-    """Whether a level wants matrices of this type in the order of pairs (csrc/pairs.h)."""
-    return dtype is torch.bfloat16 and type not in PAIRED_LEVELS.get(level, Type) and weight_format(type).has_pairs != 0
+@cache
+def weight_order(level: str, type: Type) -> tuple[Type, bool, int]:
+    """How a level likes best to have weights of this type where activations are bfloat16.
+
+    Returns:
+        As which type; whether in the order of pairs (csrc/pairs.h); how many bytes a product of numbers takes as long
+        as (see `WeightOrder` in csrc/block_format.h).
+
+    Raises:
+        ConfigError: this CPU, or this library, has no such level.
+    """
+    found = c_struct("WeightOrder")()
+    loaded_library().quire_weight_order(Target(level).kernels, type, ctypes.addressof(found))
+    return Type(found.type), found.paired != 0, found.bytes
 
 
 def orders_of(level: str) -> list[str]:
     """What tells files of a level's packed weights from those of others."""
-    own = [type.name for type in OWN_TYPES.get(level, {}).values()]
-    return own + ["pairs"] * (level in PAIRED_LEVELS)
+    orders = {type: weight_order(level, type)[:2] for type in Type if level not in ("", TORCH)}
+    return [f"{type.name} {order}" for type, order in orders.items() if order != (type, False)]
 
 
 @cache
 def weight_format(type: Type) -> ctypes.Structure:
     """What a matrix of this type is made of: the fields of `WeightFormat` in csrc/block_format.h."""
-    found = c_struct("WeightFormat")()
-    loaded_library().quire_weight_format(type, ctypes.addressof(found))
-    return found
+    return c_struct("WeightFormat").from_address(loaded_library().quire_weight_format(type))
 
 
 def row_bytes(type: Type, cols: int) -> int:

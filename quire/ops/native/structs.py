@@ -17,8 +17,8 @@ from quire.ops.native.library import KINDS, loaded_library, operation_names
 # Element types; of a weight matrix also its format. From `Q4_0` on blocks: GGUF files', by their names, then our own.
 Type = IntEnum(
     "Type",
-    "F32 BF16 I8 I4 W8A8 W4A8 BF16_TURNED W8A16 Q4_0 Q4_1 Q5_0 Q5_1 Q8_0 Q2_K Q3_K Q4_K Q5_K Q6_K IQ4_NL "
-    "IQ4_XS U4_32 U4_128 U8_32 U8_128 F8_128 C4_32",
+    "F32 BF16 I8 I4 W8A8 W4A8 BF16_TURNED BF16_INTS W8A16 Q4_0 Q4_1 Q5_0 Q5_1 Q8_0 Q2_K Q3_K Q4_K Q5_K Q6_K "
+    "IQ4_NL IQ4_XS U4_32 U4_128 U8_32 U8_128 F8_128 C4_32",
     start=0,
 )
 # What follows a product before it is stored.

@@ -16,7 +16,7 @@ from torch import Tensor
 from quire import ops
 from quire.ops import activation
 from quire.ops.native.builder import ProgramBuilder, Value, recorded
-from quire.ops.native.matrix import PackedMatrix, is_paired, weight_format
+from quire.ops.native.matrix import PackedMatrix, weight_format, weight_order
 from quire.ops.native.program import Program, StepData
 from quire.ops.native.structs import Epilogue, Type
 from quire.quantization.coded import quantize_int8
@@ -65,11 +65,19 @@ def packed(dense: Tensor, type: Type, paired: bool = False) -> PackedMatrix:
 
 
 def of_values(values: Tensor, type: Type, level: str) -> PackedMatrix:
-    """bf16 weights whose products are those of a plain matrix of `type` with these values, bit for bit.
+    """Weights whose products are those of a plain matrix of `type` with these values, bit for bit.
 
     Where a level would have that one in pairs, and is to multiply it all the same, it multiplies floats.
     """
-    return packed(values, Type.BF16, paired=level == "avx512_bf16" and is_paired(level, torch.bfloat16, type))
+    return packed(values, Type.F32 if level == "avx512_bf16" and weight_order(level, type)[1] else Type.BF16)
+
+
+def as_integers(x: Tensor, bits: int) -> Tensor:
+    """Rows in float64 as pairs have them: 32 columns share a power of 2 in which the largest has so many bits."""
+    groups = F.pad(x.double(), (0, -x.shape[1] % 32)).view(len(x), -1, 32)
+    exponents = torch.frexp(groups.abs().amax(2, keepdim=True)).exponent
+    units = torch.ldexp(torch.ones_like(groups[..., :1]), exponents - bits)
+    return ((groups / units).round() * units).flatten(1)[:, : x.shape[1]]
 
 
 def in_integers(x: Tensor, type: Type) -> tuple[Tensor, Tensor]:

@@ -14,6 +14,7 @@ from native_cases import (
     SHAPES,
     Product,
     Threads,
+    as_integers,
     as_multiplied,
     assert_near,
     draw,
@@ -25,42 +26,36 @@ from test_native_blocks import BLOCKS, OWN, blocks_of, matrix_of, reference
 from torch import Tensor
 from unpacking import unpacked
 
-from quire.ops.native.library import Target, default_target, library
-from quire.ops.native.matrix import PackedMatrix, is_paired, weight_format
+from quire.ops.native.library import TORCH, Target, levels
+from quire.ops.native.matrix import PackedMatrix, weight_format, weight_order
 from quire.ops.native.structs import GATED, Epilogue, Type
 from quire.quantization.coded import quantize_int4
 
 BF16 = torch.bfloat16
-MADE = [Type.BF16, Type.I8, Type.W8A8, Type.I4, Type.W4A8]
+MADE = [Type.BF16_INTS, Type.I8, Type.W8A8, Type.I4, Type.W4A8]
 KEPT = [type for type in BLOCKS + OWN if type not in (Type.F8_128, Type.C4_32)]  # whose codes are no integers
+
+
+def in_pairs(level: str, type: Type) -> bool:
+    """Whether a level multiplies pairs of integers where weights are of this type, in that order if it has two."""
+    return level in ("avx2", "avx512_vnni", "avx512_bf16") if type is Type.BF16_INTS else weight_order(level, type)[1]
+
+
+def made(dense: Tensor, type: Type) -> PackedMatrix:
+    """`dense` in the order of pairs."""
+    return packed(dense, type, paired=type is not Type.BF16_INTS)
 
 
 @pytest.fixture
 def of_integers(level: str, request: pytest.FixtureRequest) -> None:
     """For levels that multiply integers: of the test's type, if it has one."""
-    if not is_paired(level, BF16, request.node.callspec.params.get("type", Type.I4)):
+    if not in_pairs(level, request.node.callspec.params.get("type", Type.I4)):
         pytest.skip(f"{level} multiplies them as they are")
-
-
-@pytest.fixture
-def of_numbers(level: str) -> None:
-    """For levels that make integers of bfloat16."""
-    if not is_paired(level, BF16, Type.BF16):
-        pytest.skip(f"{level} multiplies numbers as they are")
-
-
-def as_integers(x: Tensor, bits: int) -> Tensor:
-    """Rows as they are multiplied: 32 columns share a power of 2 in which the largest has so many bits; float64."""
-    groups = torch.nn.functional.pad(x.double(), (0, -x.shape[1] % 32)).view(len(x), -1, 32)
-    exponents = torch.frexp(groups.abs().amax(2, keepdim=True)).exponent
-    units = torch.ldexp(torch.ones_like(groups[..., :1]), exponents - bits)
-    return ((groups / units).round() * units).flatten(1)[:, : x.shape[1]]
 
 
 def expected(x: Tensor, values: Tensor, type: Type) -> Tensor:
     """x @ values.T in float64 as the integers give it."""
-    weights = as_integers(values, 12) if type is Type.BF16 else values.double()
-    return (as_multiplied(x, type).double() if type in IN_BYTES else as_integers(x, 14)) @ weights.t()
+    return (as_multiplied(x, type).double() if type in IN_BYTES else as_integers(x, 14)) @ values.double().t()
 
 
 def exact_int4(dense: Tensor) -> Tensor:
@@ -69,28 +64,27 @@ def exact_int4(dense: Tensor) -> Tensor:
     return codes * scales.repeat_interleave(32, 1)[:, : codes.shape[1]]
 
 
-@pytest.mark.skipif(library() is None, reason="no compiled kernels")
-def test_which_matrices_are_in_pairs() -> None:
-    assert is_paired("avx2", BF16, Type.I8)
-    assert is_paired("avx2", BF16, Type.BF16)
-    assert is_paired("avx2", BF16, Type.Q4_K)
-    assert is_paired("avx512_bf16", BF16, Type.Q4_K)
-    assert is_paired("avx512_bf16", BF16, Type.I4)
-    for level, dtype, type in (
-        ("avx2", torch.float32, Type.I8),  # float32 models keep what they are
-        ("avx512", BF16, Type.BF16),
-        ("avx512_bf16", BF16, Type.BF16),  # which multiplies bytes and floats
-        ("avx512_bf16", BF16, Type.I8),
-        ("avx512_bf16", torch.float32, Type.I4),
-        ("portable", BF16, Type.Q4_0),
-        ("avx2", BF16, Type.F8_128),
-        ("avx2", BF16, Type.C4_32),
-        ("avx2", BF16, Type.W8A16),  # the order of another level
-    ):
-        assert not is_paired(level, dtype, type)
+def test_how_levels_like_to_have_weights() -> None:
+    wanted = {
+        "avx2": {Type.BF16: (Type.BF16_INTS, False, 0), Type.I8: (Type.I8, True, 0), Type.Q4_K: (Type.Q4_K, True, 0)},
+        "avx512_vnni": {Type.BF16: (Type.BF16_INTS, False, 2), Type.I8: (Type.W8A16, False, 2)},
+        "avx512_bf16": {Type.I8: (Type.W8A16, False, 2), Type.I4: (Type.I4, True, 2), Type.W4A8: (Type.W4A8, False, 1)},
+        "amx": {Type.BF16: (Type.BF16, False, 0), Type.W8A8: (Type.W8A8, False, 1), Type.Q4_K: (Type.Q4_K, False, 0)},
+        "portable": {Type.I4: (Type.I4, False, 0)},
+    }
+    for level in set(levels()) - {TORCH}:
+        for type, told in wanted.get(level, {}).items():
+            assert weight_order(level, type) == told
+        for type in (Type.F32, Type.F8_128, Type.C4_32):  # whose codes are no integers
+            assert weight_order(level, type) == (type, False, 0)
+        for type in Type:  # what it is made as stays that
+            best = weight_order(level, type)
+            assert weight_order(level, best[0]) == best
+    if "avx512_bf16" in levels():
+        assert weight_order("avx512_bf16", Type.BF16)[0] in (Type.BF16_TURNED, Type.BF16_INTS)
 
 
-@each({"shape": SHAPES, "type": MADE})
+@each({"shape": SHAPES, "type": MADE[1:]})
 def test_the_numbers_are_those_of_the_other_order(level: str, type: Type, shape: tuple[int, int]) -> None:
     dense = draw(*shape, dtype=BF16, seed=1) * 3
     dense[-1, -1] = -7.0
@@ -101,8 +95,17 @@ def test_the_numbers_are_those_of_the_other_order(level: str, type: Type, shape:
             assert torch.equal(paired.scales, plain.scales)
 
 
+@each({"shape": SHAPES})
+def test_integers_of_bfloat16(level: str, shape: tuple[int, int]) -> None:
+    """In twelve bits by the largest of 32."""
+    dense = draw(*shape, seed=1) * 10.0 ** torch.linspace(-30, 30, shape[0])[:, None]
+    dense[-1] = 0
+    for source in (dense, dense.bfloat16()):
+        assert torch.equal(unpacked(packed(source, Type.BF16_INTS)).double(), as_integers(dense.bfloat16(), 12))
+
+
 @each({"type": KEPT})
-def test_so_are_those_of_blocks(level: str, type: Type) -> None:
+def test_blocks_have_the_numbers_of_the_other_order(level: str, type: Type) -> None:
     """Also where rows begin within blocks of 16; every level makes the same bytes of them."""
     cols = 704 if type in OWN else 768
     source = blocks_of(type, 50, cols)
@@ -117,9 +120,9 @@ def test_so_are_those_of_blocks(level: str, type: Type) -> None:
 @pytest.mark.parametrize("type", MADE)
 def test_parts_in_any_order_and_on_any_level(level: str, type: Type) -> None:
     dense = draw(75, 70)
-    whole = packed(dense, type, paired=True)
+    whole = made(dense, type)
     scales = torch.zeros(75) if weight_format(type).has_scales else None
-    parts = PackedMatrix(torch.zeros_like(whole.data), scales, 75, 70, type, paired=True)
+    parts = PackedMatrix(torch.zeros_like(whole.data), scales, 75, 70, type, whole.paired)
     for start, stop in ((50, 75), (3, 18), (0, 3), (18, 19), (19, 50)):
         parts.pack(dense[start:stop], start, Target("portable", 2))
     assert torch.equal(parts.data, whole.data)
@@ -127,15 +130,19 @@ def test_parts_in_any_order_and_on_any_level(level: str, type: Type) -> None:
         assert torch.equal(scales, whole.scales)
 
 
-@pytest.mark.parametrize("type", [Type.BF16, Type.I8, Type.I4, Type.Q4_K, Type.Q6_K])
+@pytest.mark.parametrize("type", [Type.BF16_INTS, Type.I8, Type.I4, Type.Q4_K, Type.Q6_K])
 def test_float32_rows_and_other_levels_meet_the_numbers(level: str, type: Type) -> None:
     """Bit for bit as in the other order, but where a level multiplies bfloat16 in an order of its own."""
     own_sums = level in ("amx", "avx512_bf16", "neon_bf16")
     shape = (72, 768)
-    make = packed if type in MADE else matrix_of
-    pair = [draw(*shape, seed=1), type] if type in MADE else [blocks_of(type, *shape), type, shape[1]]
-    paired, plain = make(*pair, paired=True), make(*pair)
-    for dtype in [torch.float32] if is_paired(level, BF16, type) else DTYPES:
+    if type is Type.BF16_INTS:
+        paired = packed(draw(*shape, seed=1), type)
+        plain = packed(unpacked(paired), Type.F32)
+    else:
+        make = packed if type in MADE else matrix_of
+        pair = [draw(*shape, seed=1), type] if type in MADE else [blocks_of(type, *shape), type, shape[1]]
+        paired, plain = make(*pair, paired=True), make(*pair)
+    for dtype in [torch.float32] if in_pairs(level, type) else DTYPES:
         products = [Product(matrix, dtype) for matrix in (paired, plain)]
         for rows in (1, 7, 100):
             x = draw(rows, shape[1], dtype=dtype)
@@ -155,7 +162,7 @@ class TestProducts:
     def test_equals_fp64_and_no_row_depends_on_another(self, type: Type, shape: tuple[int, int]) -> None:
         dense = draw(*shape, seed=1)
         dense[0] *= 1e-6
-        matrix, x = packed(dense, type, paired=True), draw(MAX_ROWS, shape[1], dtype=BF16)
+        matrix, x = made(dense, type), draw(MAX_ROWS, shape[1], dtype=BF16)
         values = exact_int4(dense) if type is Type.I4 else unpacked(matrix)
         self.compare(matrix, values, x)
 
@@ -184,7 +191,7 @@ class TestProducts:
         """32 products of one sign are within 32 bits: by little in bfloat16, whose numbers have but eight bits."""
         x = torch.full((9, 256), 255.0, dtype=BF16)
         if type in MADE:
-            matrix = packed(torch.full((17, 256), -255.0), type, paired=True)
+            matrix = made(torch.full((17, 256), -255.0), type)
         else:
             blocks = torch.full((17, 8, 34), 0x80, dtype=torch.uint8)  # codes of -128
             blocks[..., :2] = torch.tensor([0.5], dtype=torch.float16).view(torch.uint8)
@@ -199,33 +206,33 @@ class TestProducts:
         product = Product(matrix, BF16)
         assert torch.equal(product(x), torch.cat([product(part) for part in x.split(130)]))
 
-    @pytest.mark.usefixtures("of_numbers")
-    def test_nothing_is_lost_beside_what_bfloat16_rounds(self) -> None:
+    @pytest.mark.parametrize(("type", "bound"), [(Type.BF16_INTS, 2e-4), (Type.I8, 3e-5)])
+    def test_nothing_is_lost_beside_what_bfloat16_rounds(self, type: Type, bound: float) -> None:
         """Results in float32 are within 1/5000 of the numbers' own product, where bfloat16 rounds by 1/600."""
         dense, x = draw(64, 1024, dtype=BF16, seed=1), draw(40, 1024, dtype=BF16)
-        for type, bound in ((Type.BF16, 2e-4), (Type.I8, 3e-5)):
-            matrix = packed(dense, type, paired=True)
-            exact = x.double() @ unpacked(matrix).double().t()
-            found = Product(matrix, BF16, out_dtype=torch.float32)(x)
-            assert (found - exact).norm() / exact.norm() < bound
+        matrix = made(dense, type)
+        values = dense if type is Type.BF16_INTS else unpacked(matrix)
+        exact = x.double() @ values.double().t()
+        found = Product(matrix, BF16, out_dtype=torch.float32)(x)
+        assert (found - exact).norm() / exact.norm() < bound
 
-    @pytest.mark.usefixtures("of_numbers")
-    def test_a_large_neighbour_takes_nothing_from_other_groups(self) -> None:
+    @pytest.mark.parametrize("type", [Type.BF16_INTS])
+    def test_a_large_neighbour_takes_nothing_from_other_groups(self, type: Type) -> None:
         """Activations have columns a thousand times as large as the rest: 31 others lose bits, and no more."""
         x, weight = torch.zeros(1, 96, dtype=BF16), torch.zeros(2, 96, dtype=BF16)
         x[0, 40], x[0, 1], x[0, 41] = 3000.0, 1.0 / 3, 1.0 / 3
         weight[:, 1], weight[:, 41], weight[1, 41] = 1.0, 0.0, 1.0
-        found = Product(packed(weight, Type.BF16, paired=True), BF16, out_dtype=torch.float32)(x)
+        found = Product(packed(weight, type), BF16, out_dtype=torch.float32)(x)
         third = x[0, 1].item()
         assert found[0, 0] == third
         assert abs(found[0, 1] - 2 * third) <= 3000 * 2.0**-14
 
     @each({"type": [*MADE, Type.Q8_0, Type.Q4_K], "rows": [3, 16, 40]})
     def test_nan_and_infinity_stay_in_their_rows(self, level: str, type: Type, rows: int) -> None:
-        if not is_paired(level, BF16, type):
+        if not in_pairs(level, type):
             return
-        make = packed(draw(50, 256), type, paired=True) if type in MADE else None
-        matrix = make or matrix_of(blocks_of(type, 50, 256), type, 256, paired=True)
+        found = made(draw(50, 256), type) if type in MADE else None
+        matrix = found or matrix_of(blocks_of(type, 50, 256), type, 256, paired=True)
         x = draw(rows, 256, dtype=BF16)
         product = Product(matrix, BF16)
         clean = product(x)
@@ -238,23 +245,23 @@ class TestProducts:
 
     @each({"broken": [torch.nan, torch.inf], "type": MADE, "rows": [1, 9]})
     def test_a_broken_weight_shows(self, level: str, type: Type, broken: float, rows: int) -> None:
-        if not is_paired(level, BF16, type):
+        if not in_pairs(level, type):
             return
         dense = draw(20, 70)
         dense[3, 65] = broken
-        found = Product(packed(dense, type, paired=True), BF16)(draw(rows, 70, dtype=BF16))
+        found = Product(made(dense, type), BF16)(draw(rows, 70, dtype=BF16))
         assert not found[:, 3].isfinite().any()
         assert found[:, :3].isfinite().all()
         assert found[:, 4:].isfinite().all()
 
-    @pytest.mark.usefixtures("of_numbers")
-    def test_numbers_at_the_ends_of_their_range(self) -> None:
+    @pytest.mark.parametrize("type", [Type.BF16_INTS])
+    def test_numbers_at_the_ends_of_their_range(self, type: Type) -> None:
         weight = torch.full((5, 64), 1.0, dtype=BF16)
         for row, value in enumerate((0.0, 2.0**-126, 2.0**-60, 2.0**60, 3e38)):
             weight[row] = value
         x = torch.full((7, 64), 2.0**-60, dtype=BF16)
         x[1], x[2], x[3], x[4] = 0.0, -1.0, 2.0**-126, 2.0**60
-        found = Product(packed(weight, Type.BF16, paired=True), BF16, out_dtype=torch.float32)(x).double()
+        found = Product(packed(weight, type), BF16, out_dtype=torch.float32)(x).double()
         exact = x.double() @ weight.double().t()
         largest = torch.finfo(torch.float32).max
         assert torch.equal(found.isinf(), exact.abs() > largest)
@@ -264,11 +271,11 @@ class TestProducts:
 
     @each({"function": Epilogue, "type": MADE})
     def test_bias_activation_and_residual(self, level: str, type: Type, function: Epilogue) -> None:
-        if not is_paired(level, BF16, type):
+        if not in_pairs(level, type):
             return
         for features in (32, 96) if function in GATED else (45, 16):
             dense = draw(features, 70, seed=1) * 0.2
-            matrix, bias = packed(dense, type, paired=True), draw(features, dtype=BF16, seed=2)
+            matrix, bias = made(dense, type), draw(features, dtype=BF16, seed=2)
             plain = Product(matrix, BF16, bias=bias, out_dtype=torch.float32)
             for rows in (1, 5, 37):
                 x = draw(rows, 70, dtype=BF16)
@@ -283,8 +290,3 @@ class TestProducts:
     def test_no_rows(self) -> None:
         product = Product(packed(draw(5, 8), Type.I4, paired=True), BF16)
         assert product(torch.empty(0, 8, dtype=BF16)).shape == (0, 5)
-
-
-def test_the_default_level_is_told() -> None:
-    """What this machine's own level packs is what it multiplies best."""
-    assert is_paired(default_target().level, BF16, Type.I8) == (default_target().level == "avx2")
