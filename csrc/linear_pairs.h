@@ -13,6 +13,7 @@
 #include <immintrin.h>
 
 #include "linear.h"
+#include "transpose.h"
 
 namespace quire::QUIRE_NS {
 
@@ -26,8 +27,8 @@ constexpr int kPairedRows = 6;
 constexpr int kFewPaired = 4;                // twice as many do so in turn where that takes little
 #endif
 constexpr int kPanelVectors = 2;             // of two columns: those of a block, or of two
+constexpr int kPanelBlocks = kPanelVectors / kParts;
 constexpr int64_t kPanelTiles = 8;           // of a panel, a superblock: with its rows of x it stays in L1
-constexpr int64_t kPanelWindow = 480;        // rows that share a panel, whose sums stay in L2
 constexpr int kRowBits = 14;
 
 // x as integers: of a panel's rows in turn the pairs of columns; then for each tile of 32 columns what the rows are counted in,
@@ -36,16 +37,17 @@ constexpr int kRowBits = 14;
 struct PairedRows {
     int32_t* codes;  // [panels][pairs of columns][width]
     float* scales;   // [panels][tiles][3][width]: the unit; of up to two groups the sum, or the integer
-    int64_t num_tiles;
-    int width;  // rows of a panel
+    int64_t num_rows, num_tiles;
+    int width;  // places of a panel
 
-    PairedRows(const LinearArgs& a, int panel_rows, Scratch& memory) : num_tiles(a.weight.num_tiles()), width(panel_rows) {
-        const int64_t panels = divide_up(a.num_rows, width);
-        codes = memory.get<int32_t>(panels * num_tiles * (16 + 3) * width);
-        scales = reinterpret_cast<float*>(codes + panels * num_tiles * 16 * width);
+    PairedRows(const LinearArgs& a, int panel_rows, Scratch& memory) : num_rows(a.num_rows), num_tiles(a.weight.num_tiles()), width(panel_rows) {
+        codes = memory.get<int32_t>(num_panels() * num_tiles * (16 + 3) * width);
+        scales = reinterpret_cast<float*>(codes + num_panels() * num_tiles * 16 * width);
     }
-    const int32_t* panel(int64_t first_row, int64_t tile) const { return codes + (first_row / width * num_tiles + tile) * 16 * width; }
-    const float* unit(int64_t first_row, int64_t tile) const { return scales + (first_row / width * num_tiles + tile) * 3 * width; }
+    int64_t num_panels() const { return divide_up(num_rows, width); }
+    RowGroup rows_of(int64_t panel) const { return RowGroup(num_rows, width, panel); }
+    int32_t* columns(int64_t panel, int64_t tile) const { return codes + (panel * num_tiles + tile) * 16 * width; }
+    float* unit(int64_t panel, int64_t tile) const { return scales + (panel * num_tiles + tile) * 3 * width; }
 };
 
 // 32 columns' integers at a row's place in a panel of `width`, in `groups` groups; `zero` is the code that means 0.
@@ -104,24 +106,69 @@ QUIRE_ONE_COPY inline float to_integers(const float* x, int16_t* numbers) {
     return is_number ? __builtin_inff() : __builtin_nanf("");
 }
 
+#if defined(__AVX512VNNI__)
+// A tile's columns of all rows of a panel at once, each in a lane: bit for bit as below. Returns the lanes that are not all numbers.
+QUIRE_ONE_COPY inline uint32_t fill_lanes(const bf16* x, int64_t stride, int64_t num_rows, uint32_t present, int groups, int zero, int width, int32_t* codes, float* unit) {
+    __m512 rows[16];
+#pragma GCC unroll 16
+    for (int m = 0; m < 16; m++) rows[m] = (__m512)_mm512_maskz_loadu_epi16(m < num_rows ? present : 0, x + m * stride);
+    transpose16(rows);
+    __m512i most = _mm512_setzero_si512();
+#pragma GCC unroll 16
+    for (int p = 0; p < 16; p++) most = _mm512_max_epi16(most, _mm512_and_si512((__m512i)rows[p], _mm512_set1_epi16(0x7fff)));
+    most = _mm512_max_epi32(_mm512_srli_epi32(most, 16), _mm512_and_si512(most, _mm512_set1_epi32(0xffff)));
+    const vi exponent = (vi)_mm512_srli_epi32(most, 7), normal = exponent < kRowBits ? vi{} + kRowBits : exponent;
+    const __m512 factor = (__m512)((253 + kRowBits - normal) << 23), counted_in = (__m512)((normal - (kRowBits - 1)) << 23);
+    const __mmask16 places = __mmask16((1 << width) - 1);
+    __m512i sums[2] = {};
+#pragma GCC unroll 16
+    for (int p = 0; p < 16; p++) {
+        const __m512i pairs = (__m512i)rows[p];
+        const __m512i even = _mm512_cvtps_epi32(_mm512_mul_ps((__m512)_mm512_slli_epi32(pairs, 16), factor));
+        const __m512i odd = _mm512_cvtps_epi32(_mm512_mul_ps((__m512)_mm512_and_si512(pairs, _mm512_set1_epi32(int(0xffff0000))), factor));
+        const __m512i integers = _mm512_mask_blend_epi16(0xaaaaaaaa, even, _mm512_slli_epi32(odd, 16));
+        _mm512_mask_storeu_epi32(codes + p * width, places, integers);
+        sums[p / 8] = _mm512_dpwssd_epi32(sums[p / 8], integers, _mm512_set1_epi16(1));
+    }
+    _mm512_mask_storeu_ps(unit, places, counted_in);
+    if (groups == 1) sums[0] = _mm512_add_epi32(sums[0], sums[1]);
+    for (int group = 0; group < groups; group++) {
+        const __m512i less = _mm512_mullo_epi32(sums[group], _mm512_set1_epi32(-zero));
+        _mm512_mask_storeu_ps(unit + (1 + group) * width, places, zero ? (__m512)less : _mm512_mul_ps(_mm512_cvtepi32_ps(sums[group]), counted_in));
+    }
+    return _mm512_cmpeq_epi32_mask((__m512i)exponent, _mm512_set1_epi32(255));
+}
+#endif
+
 // x as integers: the rows of one panel.
-inline void fill_panel(const LinearArgs& a, int64_t panel, int groups, int zero, const PairedRows& out, Scratch& scratch) {
-    const int64_t tiles = out.num_tiles, width = out.width;
+inline void fill_panel(const LinearArgs& a, int64_t panel, int groups, int zero, const PairedRows& out) {
+    const RowGroup rows = out.rows_of(panel);
     const bool in_bytes = weight_format(a.weight.type).rounds_x;
-    float* x = scratch.get<float>(tiles * 32);
-    for (int64_t i = a.weight.cols; i < tiles * 32; i++) x[i] = 0;
-    for (int64_t row = panel * width; row < a.num_rows && row < (panel + 1) * width; row++) {
-        const bf16* from = static_cast<const bf16*>(a.x) + row * a.x_stride;
-        for_vectors(a.weight.cols, [&](int64_t i, int n) { store_n(x + i, load_n(from + i, n), n); });
-        const float most = in_bytes ? largest_magnitude(x, tiles * 32) : 0;
-        for (int64_t t = 0; t < tiles; t++) {
-            const int64_t at = panel * tiles + t, place = row % width;
-            alignas(32) int16_t numbers[32];
-            float counted_in = most / 127.0f;
-            if (in_bytes) to_bytes(x + t * 32, most > 0 ? 127.0f / most : 0.0f, numbers);
-            else counted_in = to_integers(x + t * 32, numbers);
-            put_integers(numbers, counted_in, groups, zero, out.width, out.codes + at * 16 * width + place, out.scales + at * 3 * width + place);
-        }
+    const bf16* first = static_cast<const bf16*>(a.x) + rows.first * a.x_stride;
+    auto fill = [&](int64_t place, int64_t t, float most) {
+        const bf16* from = first + place * a.x_stride + t * 32;
+        alignas(64) float x[32];
+        alignas(32) int16_t numbers[32];
+        const int64_t left = a.weight.cols - t * 32;
+        for (int i = 0; i < 32; i += kLanes) store(x + i, left < 32 ? vf{} : load(from + i));
+        if (left < 32) for_vectors(left, [&](int64_t i, int n) { store(x + i, load_n(from + i, n)); });
+        float counted_in = most / 127.0f;
+        if (in_bytes) to_bytes(x, most > 0 ? 127.0f / most : 0.0f, numbers);
+        else counted_in = to_integers(x, numbers);
+        put_integers(numbers, counted_in, groups, zero, out.width, out.columns(panel, t) + place, out.unit(panel, t) + place);
+    };
+#if defined(__AVX512VNNI__)
+    for (int64_t t = 0; t < out.num_tiles && rows.count > 3; t++) {  // fewer take less one by one
+        const int64_t left = a.weight.cols - t * 32;
+        const uint32_t present = left < 32 ? (1u << left) - 1 : ~0u;
+        for (uint32_t broken = fill_lanes(first + t * 32, a.x_stride, rows.count, present, groups, zero, out.width, out.columns(panel, t), out.unit(panel, t)); broken; broken &= broken - 1)
+            fill(__builtin_ctz(broken), t, 0);
+    }
+    if (rows.count > 3) return;
+#endif
+    for (int64_t place = 0; place < rows.count; place++) {
+        const float most = in_bytes ? largest_magnitude(first + place * a.x_stride, a.weight.cols) : 0;
+        for (int64_t t = 0; t < out.num_tiles; t++) fill(place, t, most);
     }
 }
 
@@ -170,9 +217,9 @@ struct PairedTile;
 template <Type kType>
 struct PairedTile<kType, true> {
     static constexpr BlockFormat f = block_format(kType);
-    static constexpr int kGroups = f.groups;
+    static constexpr int kBytes = f.tile_bytes(), kGroups = f.groups;
     static constexpr int kZero = f.curved ? 127 : f.zero;
-    static constexpr bool kScaled = true, kShifted = f.has_min || f.is_own();
+    static constexpr bool kScaled = true, kShifted = f.has_min || f.is_own(), kReady = false;
     BlockScales<kType, false> scales;
     const uint8_t* tile;
 
@@ -206,8 +253,8 @@ struct PairedTile<kType, true> {
 #if !defined(__AVX512VNNI__)
 template <>
 struct PairedTile<Type::i8, false> {
-    static constexpr int kGroups = 1, kZero = 0;
-    static constexpr bool kScaled = false, kShifted = false;  // a row's scale waits for the end
+    static constexpr int kBytes = weight_format(Type::i8).tile_bytes, kGroups = 1, kZero = 0;
+    static constexpr bool kScaled = false, kShifted = false, kReady = false;  // a row's scale waits for the end
     const uint8_t* tile;
 
     QUIRE_ALWAYS void read(const uint8_t* from, int64_t) { tile = from; }
@@ -225,8 +272,8 @@ QUIRE_INLINE Words nibble_pair(const uint8_t* codes, int part, int p) {
 
 template <>
 struct PairedTile<Type::i4, false> {
-    static constexpr int kGroups = 1, kZero = 8;
-    static constexpr bool kScaled = true, kShifted = false;
+    static constexpr int kBytes = weight_format(Type::i4).tile_bytes, kGroups = 1, kZero = 8;
+    static constexpr bool kScaled = true, kShifted = false, kReady = false;
     const uint8_t* tile;
 
     QUIRE_ALWAYS void read(const uint8_t* from, int64_t) { tile = from; }
@@ -238,8 +285,8 @@ struct PairedTile<Type::i4, false> {
 #if !defined(__AVX512VNNI__)
 template <>
 struct PairedTile<Type::w4a8, false> {
-    static constexpr int kGroups = 1, kZero = 8;
-    static constexpr bool kScaled = true, kShifted = false;
+    static constexpr int kBytes = weight_format(Type::w4a8).tile_bytes, kGroups = 1, kZero = 8;
+    static constexpr bool kScaled = true, kShifted = false, kReady = false;
     const uint8_t* tile;
 
     QUIRE_ALWAYS void read(const uint8_t* from, int64_t) { tile = from; }
@@ -251,8 +298,8 @@ struct PairedTile<Type::w4a8, false> {
 
 template <>
 struct PairedTile<Type::bf16_ints, false> {
-    static constexpr int kGroups = 1, kZero = 0;
-    static constexpr bool kScaled = true, kShifted = false;
+    static constexpr int kBytes = weight_format(Type::bf16_ints).tile_bytes, kGroups = 1, kZero = 0;
+    static constexpr bool kScaled = true, kShifted = false, kReady = true;
     const uint8_t* tile;
 
     QUIRE_ALWAYS void read(const uint8_t* from, int64_t) { tile = from; }
@@ -278,22 +325,21 @@ QUIRE_INLINE Words first_sum(const float* unit, int group, int width) {
     return Tile::kZero ? (Words)splat(unit[(1 + group) * width]) : (Words)vi{};
 }
 
-// A few rows of x from `first` on, and a block's sixteen rows of weights, over all columns; sums [row][16].
+// The few rows of a panel, and a block's sixteen rows of weights, over all columns; sums [row][16].
 template <class Tile, int kRows, int kWidth>
-QUIRE_ONE_COPY void few_rows(const Matrix& w, int64_t block, const PairedRows& x, int64_t first, float* sums) {
+QUIRE_ONE_COPY void few_rows(const Matrix& w, int64_t block, const PairedRows& x, int64_t panel, float* sums) {
     constexpr int kPairs = 16 / Tile::kGroups;
     constexpr int kApart = kParts == 1 && kRows < 4 ? (kRows + 3) / kRows : 1;  // sums of a row, added at the end: one product would wait for another
-    const int64_t bytes = w.tile_bytes();
+    constexpr int kAhead = 6144, kLines = (Tile::kBytes + 63) / 64;  // to fetch into L2, one by one
     const uint8_t* from = w.tile(block, 0);
     Tile tile;
     vf total[kRows][kParts];
     for (int m = 0; m < kRows; m++)
         for (int part = 0; part < kParts; part++) total[m][part] = vf{};
-    for (int64_t t = 0; t < x.num_tiles; t++, from += bytes) {
+    for (int64_t t = 0; t < x.num_tiles; t++, from += Tile::kBytes) {
         tile.read(from, t);
-        const int32_t* codes = x.panel(first, t);
-        const float* unit = x.unit(first, t);
-        for (int64_t line = 0; line < bytes; line += 64) _mm_prefetch(reinterpret_cast<const char*>(from + 4096 + line), _MM_HINT_T1);
+        const int32_t* codes = x.columns(panel, t);
+        const float* unit = x.unit(panel, t);
 #pragma GCC unroll 2
         for (int group = 0; group < Tile::kGroups; group++) {
             Words acc[kApart][kRows][kParts];
@@ -306,6 +352,7 @@ QUIRE_ONE_COPY void few_rows(const Matrix& w, int64_t block, const PairedRows& x
 #pragma GCC unroll 16
             for (int i = 0; i < kPairs; i++) {
                 const int p = group * kPairs + i;
+                if (p < kLines) _mm_prefetch(reinterpret_cast<const char*>(from + kAhead + p * 64), _MM_HINT_T1);
                 Words weights[kParts];
                 for (int part = 0; part < kParts; part++) weights[part] = tile.pair(part, p);
 #pragma GCC unroll 12
@@ -328,28 +375,25 @@ QUIRE_ONE_COPY void few_rows(const Matrix& w, int64_t block, const PairedRows& x
         for (int part = 0; part < kParts; part++) store(sums + m * 16 + part * kLanes, total[m][part]);
 }
 
-// Tiles of a block of weights as integers, in L1, and what belongs to them; of two blocks where a vector has one's.
+// Tiles of a block of weights as integers, in L1, where they are none already, and what belongs to them; of two blocks where a vector has one's.
 struct WeightPanel {
-    alignas(64) int16_t codes[kPanelTiles][kPanelVectors][32 * kLanes];
+    alignas(64) uint8_t codes[kPanelVectors][kPanelTiles][16][sizeof(Words)];
     alignas(64) float scale[kPanelTiles][2][kPanelVectors * kLanes], shift[kPanelTiles][2][kPanelVectors * kLanes];
 };
 
 // `place`: of the block's vectors among the panel's.
 template <class Tile>
-QUIRE_ONE_COPY void expand_panel(const Matrix& w, int64_t block, int64_t begin, int64_t end, int place, WeightPanel& out) {
-    const int64_t bytes = w.tile_bytes(), ahead = kPanelTiles * bytes;
-    const uint8_t* from = w.tile(block, begin);
+QUIRE_ONE_COPY void expand_panel(const uint8_t* from, int64_t begin, int64_t end, int place, WeightPanel& out) {
     Tile tile;
-    for (int64_t t = begin; t < end; t++, from += bytes) {
-        for (int64_t line = 0; line < bytes; line += 64) _mm_prefetch(reinterpret_cast<const char*>(from + ahead + line), _MM_HINT_T1);
+    for (int64_t t = begin; t < end; t++, from += Tile::kBytes) {
         tile.read(from, t);
 #pragma GCC unroll 2
         for (int part = 0; part < kParts; part++) {
             const int at = place + part;
 #pragma GCC unroll 16
-            for (int p = 0; p < 16; p++) {
+            for (int p = 0; p < 16 && !Tile::kReady; p++) {
                 const Words words = tile.pair(part, p);
-                std::memcpy(out.codes[t - begin][at] + p * 2 * kLanes, &words, sizeof words);
+                std::memcpy(out.codes[at][t - begin][p], &words, sizeof words);
             }
             for (int group = 0; group < Tile::kGroups; group++) {
                 store(out.scale[t - begin][group] + at * kLanes, tile.scale(part, group));
@@ -359,21 +403,33 @@ QUIRE_ONE_COPY void expand_panel(const Matrix& w, int64_t block, int64_t begin, 
     }
 }
 
-// A panel of weights and kRows rows of one of x; sums [row][kPanelVectors * kLanes].
+// What comes next of each block, to fetch into L2 meanwhile, so many bytes with every tile.
+struct PanelFetch {
+    const uint8_t* blocks[kPanelBlocks];
+    int64_t step;
+
+    QUIRE_ALWAYS void next() {
+        for (int64_t i = 0; i < step; i += 64)
+            for (const uint8_t* block : blocks) _mm_prefetch(reinterpret_cast<const char*>(block + i), _MM_HINT_T1);
+        for (const uint8_t*& block : blocks) block += step;
+    }
+};
+
+// A panel of weights, whose `vectors` of pairs of columns lie at these places, and kRows rows of one of x; sums [row][kPanelVectors * kLanes].
 template <class Tile, int kRows>
-QUIRE_ONE_COPY void panel_rows(const WeightPanel& w, int64_t num_tiles, const int32_t* codes, const float* unit, float* sums) {
-    constexpr int kPairs = 16 / Tile::kGroups;
+QUIRE_ONE_COPY void panel_rows(const WeightPanel& w, const uint8_t* const (&vectors)[2], int64_t num_tiles, const int32_t* codes, const float* unit, PanelFetch fetch, float* sums) {
+    constexpr int kPairs = 16 / Tile::kGroups, kApart = Tile::kReady ? 64 : sizeof(Words), kTileBytes = Tile::kReady ? Tile::kBytes : 16 * kApart;
     for (int64_t t = 0; t < num_tiles; t++, unit += 3 * kPairedRows) {
         asm volatile("" : : : "memory");  // sums stay where they are: there is no register for them
+        fetch.next();
         for (int group = 0; group < Tile::kGroups; group++) {
             Words acc[kRows][2];
 #pragma GCC unroll 12
             for (int m = 0; m < kRows; m++) acc[m][0] = acc[m][1] = first_sum<Tile>(unit + m, group, kPairedRows);
-            const int16_t *first = w.codes[t][0] + group * kPairs * 2 * kLanes, *second = w.codes[t][1] + group * kPairs * 2 * kLanes;
+            const int64_t at = t * kTileBytes + group * kPairs * kApart;
             for (int p = 0; p < kPairs; p++, codes += kPairedRows) {
                 Words weights[2];
-                std::memcpy(weights, first + p * 2 * kLanes, sizeof(Words));
-                std::memcpy(weights + 1, second + p * 2 * kLanes, sizeof(Words));
+                for (int i = 0; i < 2; i++) std::memcpy(weights + i, vectors[i] + at + p * kApart, sizeof(Words));
 #pragma GCC unroll 12
                 for (int m = 0; m < kRows; m++) {
                     const Words columns = two_columns(codes + m);
@@ -396,6 +452,44 @@ QUIRE_ONE_COPY void panel_rows(const WeightPanel& w, int64_t num_tiles, const in
 // Rows of a panel that few are: one kernel for each width.
 constexpr int few_width(int num_rows) { return num_rows <= 4 ? num_rows : (num_rows + 1) / 2 * 2; }
 
+// A pair of blocks of weights, gate and up or neighbours, and the rows of the panels [begin, end) of x. `next`: the pair that comes next.
+template <class Tile>
+inline void multiply_pair(const LinearArgs& a, BlockPair pair, BlockPair next, const PairedRows& x, int64_t begin, int64_t end, WeightPanel* panels, float* sums) {
+    constexpr int64_t kStride = kPanelVectors * kLanes, kFetched = kPanelTiles * Tile::kBytes;
+    const Matrix& w = a.weight;
+    const int num_panels = kPanelBlocks == 2 ? 1 : 1 + pair.has_second;
+    const int64_t first_row = x.rows_of(begin).first, rows = x.rows_of(end - 1).first + x.rows_of(end - 1).count - first_row;
+    std::memset(sums, 0, num_panels * rows * kStride * sizeof(float));
+    for (int64_t t = 0; t < x.num_tiles; t += kPanelTiles) {
+        const bool is_last = t + kPanelTiles >= x.num_tiles;
+        const int64_t last = is_last ? x.num_tiles : t + kPanelTiles, step = round_up(divide_up(kFetched, (end - begin) * (last - t)), 64);
+        for (int i = 0; i < 2; i++) expand_panel<Tile>(w.tile(i ? pair.second : pair.first, t), t, last, i % kPanelBlocks, panels[i / kPanelBlocks]);
+        const uint8_t* vectors[2][2] = {{panels[0].codes[0][0][0], panels[0].codes[1][0][0]}, {panels[1].codes[0][0][0], panels[1].codes[1][0][0]}};
+        for (int i = 0; i < 2 && Tile::kReady; i++)
+            for (int part = 0; part < kParts; part++) vectors[i / kPanelBlocks][i % kPanelBlocks + part] = w.tile(i ? pair.second : pair.first, t) + part * sizeof(Words);
+        const BlockPair then = is_last ? next : pair;
+        for (int64_t panel = begin, fetched = 0; panel < end; panel++, fetched += step * (last - t)) {
+            const RowGroup group = x.rows_of(panel);
+            float *first = sums + (group.first - first_row) * kStride, *second = first + rows * kStride;
+            for (int i = 0; i < num_panels; i++) {
+                PanelFetch fetch{{}, fetched < kFetched ? step : 0};
+                for (int b = 0; b < kPanelBlocks; b++) fetch.blocks[b] = w.tile(i + b ? then.second : then.first, is_last ? 0 : last) + fetched;
+                with_rows<kPairedRows>(group.count, [&](auto num) {
+                    panel_rows<Tile, num>(panels[i], vectors[i], last - t, x.columns(panel, t), x.unit(panel, t), fetch, i ? second : first);
+                });
+            }
+            if (!is_last) continue;
+            if constexpr (kPanelBlocks == 2) {
+                finish_pair(a, pair, first, group.first, group.count);
+            } else {
+                const bool gated = is_gated(a.epilogue);
+                finish(a, {first, gated ? second : nullptr, 16, 16, pair.first * 16, pair.second * 16, group.first, group.count});
+                if (pair.has_second && !gated) finish(a, {second, nullptr, 16, 16, pair.second * 16, 0, group.first, group.count});
+            }
+        }
+    }
+}
+
 template <class Tile>
 void linear_paired(const LinearArgs& a, Context& context) {
     const bool few = a.num_rows <= kFewPaired * kParts;
@@ -403,60 +497,44 @@ void linear_paired(const LinearArgs& a, Context& context) {
     // One panel each thread makes for itself: to wait for one that does, and to get it from there, takes longer.
     const bool own = few && a.num_rows <= width && a.out != a.x;
     const PairedRows x(a, width, context.shared);
-    auto fill = [&](const PairedRows& rows, int64_t panel, int thread) { fill_panel(a, panel, Tile::kGroups, Tile::kZero, rows, context.thread_scratch[thread]); };
-    if (!own) context.pool.run(divide_up(a.num_rows, width), [&](int64_t panel, int thread) { fill(x, panel, thread); });
+    auto fill = [&](const PairedRows& rows, int64_t panel) { fill_panel(a, panel, Tile::kGroups, Tile::kZero, rows); };
+    if (!own) context.pool.run(x.num_panels(), [&](int64_t panel, int) { fill(x, panel); });
     const Matrix& w = a.weight;
-    const bool gated = is_gated(a.epilogue);
-    const int64_t count = gated ? w.num_blocks() / 2 : w.num_blocks();
     if (few) {
+        const bool gated = is_gated(a.epilogue);
+        const int64_t count = gated ? w.num_blocks() / 2 : w.num_blocks();
         context.pool.run_parts(count, [&](ThreadPool::Tasks& tasks, int thread) {
             int64_t block;
             if (!tasks.take(block)) return;
             const PairedRows rows = own ? PairedRows(a, width, context.thread_scratch2[thread]) : x;
-            if (own) fill(rows, 0, thread);
+            if (own) fill(rows, 0);
             alignas(64) float sums[2][kParts * kFewPaired * 16];
             do {
                 for (int part = 0; part < 1 + gated; part++)
-                    for (int64_t m = 0; m < a.num_rows; m += kFewPaired)
-                        with_rows<kFewPaired>(kParts == 1 ? width : a.num_rows - m, [&](auto num) {
+                    for (int64_t panel = 0; panel < rows.num_panels(); panel++) {
+                        const RowGroup group = rows.rows_of(panel);
+                        with_rows<kFewPaired>(kParts == 1 ? width : group.count, [&](auto num) {
                             constexpr int kWidth = kParts == 1 ? int(num) : kFewPaired;
-                            if constexpr (kParts == 2 || num == few_width(num)) few_rows<Tile, num, kWidth>(w, block + part * count, rows, m, sums[part] + m * 16);
+                            if constexpr (kParts == 2 || num == few_width(num)) few_rows<Tile, num, kWidth>(w, block + part * count, rows, panel, sums[part] + group.first * 16);
                         });
+                    }
                 finish(a, {sums[0], gated ? sums[1] : nullptr, 16, 16, block * 16, (block + count) * 16, 0, a.num_rows});
             } while (tasks.take(block));
         });
         return;
     }
-    // Two blocks share rows of x in L1, or in registers: gate and up, or neighbours.
-    const int64_t at_once = gated ? 1 : 2;
-    constexpr int64_t kStride = kPanelVectors * kLanes;
-    context.pool.run(divide_up(count, at_once), [&](int64_t task, int thread) {
-        const int64_t block = task * at_once, other = gated ? block + count : block + 1;
-        const bool both = gated || other < count;
-        float* sums = context.thread_scratch2[thread].get<float>(2 * kPanelWindow * 16);
+    // Two blocks share rows of x in L1, or in registers; a task's blocks share some panels of them in L2.
+    const BlockPairs pairs(a);
+    const int64_t all = x.num_panels(), panel_bytes = x.num_tiles * (16 + 3) * 4 * width, share = divide_up(all * panel_bytes, context.cache / 2);
+    const int64_t window = divide_up(all, share), group = pairs.count / (4 * context.pool.size());
+    const EvenTasks all_tasks(pairs.count, share == 1 || group < 1 ? 1 : group, context.pool.size());
+    context.pool.run_parts(all_tasks.count, [&](ThreadPool::Tasks& tasks, int thread) {
+        float* sums = context.thread_scratch2[thread].get<float>(2 * window * width * 16);
         WeightPanel* panels = context.thread_scratch[thread].get<WeightPanel>(2);
-        for (int64_t first = 0; first < a.num_rows; first += kPanelWindow) {
-            const int64_t rows = a.num_rows - first < kPanelWindow ? a.num_rows - first : kPanelWindow;
-            const int num_panels = kParts == 1 ? 1 : 1 + both;
-            std::memset(sums, 0, num_panels * rows * kStride * sizeof(float));
-            for (int64_t t = 0; t < x.num_tiles; t += kPanelTiles) {
-                const int64_t end = t + kPanelTiles < x.num_tiles ? t + kPanelTiles : x.num_tiles;
-                for (int part = 0; part < (kParts == 1 ? 2 : 1 + both); part++)
-                    expand_panel<Tile>(w, part && both ? other : block, t, end, kParts == 1 ? part : 0, panels[kParts == 1 ? 0 : part]);
-                for (int64_t m = 0; m < rows; m += kPairedRows)
-                    for (int i = 0; i < num_panels; i++)
-                        with_rows<kPairedRows>(rows - m < kPairedRows ? rows - m : kPairedRows, [&](auto num) {
-                            panel_rows<Tile, num>(panels[i], end - t, x.panel(first + m, t), x.unit(first + m, t), sums + (i * rows + m) * kStride);
-                        });
-            }
-            if constexpr (kParts == 1) {
-                finish_pair(a, {block, other, both}, sums, first, rows);
-                continue;
-            }
-            const float* second = sums + rows * kStride;
-            finish(a, {sums, gated ? second : nullptr, 16, 16, block * 16, other * 16, first, rows});
-            if (both && !gated) finish(a, {second, nullptr, 16, 16, other * 16, 0, first, rows});
-        }
+        for (int64_t task; tasks.take(task);)
+            for (int64_t begin = 0; begin < all; begin += window)
+                for (int64_t i = all_tasks.begin(task); i < all_tasks.end(task); i++)
+                    multiply_pair<Tile>(a, pairs[i], pairs[i + 1 < pairs.count ? i + 1 : i], x, begin, begin + window < all ? begin + window : all, panels, sums);
     });
 }
 
