@@ -4,7 +4,6 @@
 `kvcache.capacity`'s to plan. What the workers report as facts becomes lines of the log here.
 """
 
-import logging
 import time
 from dataclasses import fields
 from typing import Any, TypeVar
@@ -25,8 +24,8 @@ from quire.protocol.worker import WorkerReport
 from quire.scheduler.scheduler import Scheduler
 from quire.structured.manager import GrammarManager
 from quire.text.grammars.compiler import Vocabulary
+from quire.utils.logs import logger
 
-logger = logging.getLogger("quire")
 T = TypeVar("T", WorkerConfig, CacheRequest)
 
 

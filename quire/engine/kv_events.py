@@ -5,7 +5,6 @@ in eight bytes, big-endian. Who missed some sends the first number that it lacks
 DEALER, and gets those that are still kept, one message each, then the number -1.
 """
 
-import logging
 import queue
 import re
 import threading
@@ -18,8 +17,7 @@ import zmq
 from quire.config.kv_events import KVEventsConfig
 from quire.errors import ConfigError
 from quire.protocol.kv_events import KVEvent, KVEventBatch
-
-logger = logging.getLogger("quire")
+from quire.utils.logs import logger
 
 _END = (-1).to_bytes(8, "big", signed=True)
 _POLL_SECONDS = 0.1

@@ -4,7 +4,6 @@ Runs in the engine's process or thread until a `Stop` comes; `clients.process` a
 ends. One request's failure is that request's; only a failed step ends the loop.
 """
 
-import logging
 import time
 from collections.abc import Callable, Iterable
 
@@ -12,8 +11,7 @@ from quire.engine.core import EngineCore
 from quire.errors import EngineDeadError, QuireError, RequestFailedError
 from quire.protocol.core import Abort, Add, Call, Command, Dead, Event, Fault, Finish, News, Ready, Refused, Reply, Stop
 from quire.protocol.step import SequenceOutput
-
-logger = logging.getLogger("quire")
+from quire.utils.logs import logger
 
 
 class CoreLoop:

@@ -4,15 +4,13 @@
 """
 
 import asyncio
-import logging
 import math
 import time
 from collections.abc import Callable
 
 from quire.errors import EngineDeadError, EngineStoppedError
 from quire.protocol.core import CoreClient, Event
-
-logger = logging.getLogger("quire")
+from quire.utils.logs import logger
 
 
 class Monitor:

@@ -18,9 +18,7 @@ from quire.protocol.step import Failure, FailureKind, PromptLogprobs, SequenceOu
 from quire.sampling_params import RequestOutputKind, SamplingParams
 from quire.text.detokenizer import IncrementalDetokenizer
 from quire.text.tokenizer import Tokenizer
-from quire.utils.logs import quoted
-
-logger = logging.getLogger("quire")
+from quire.utils.logs import logger, quoted
 
 LogprobDict = dict[int, Logprob]
 

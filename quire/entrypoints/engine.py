@@ -20,11 +20,9 @@ from quire.engine.clients.process import CLOSE_SECONDS, WRITING_SECONDS, Birth, 
 from quire.errors import QuireError
 from quire.executor.binding import cpus_of_ranks
 from quire.protocol.core import Failed, Fault
-from quire.utils.logs import configure_logging
+from quire.utils.logs import configure_logging, logger
 
 _EXIT_ORPHANED = 3
-
-logger = logging.getLogger("quire")
 
 
 def main() -> int:

@@ -6,7 +6,6 @@ find each other through the launcher's store, and meet in shared memory. Must no
 
 import contextlib
 import dataclasses
-import logging
 import os
 import select
 import threading
@@ -22,8 +21,7 @@ from quire.config.worker import WorkerConfig
 from quire.distributed.groups import Group, segment_bytes
 from quire.errors import ConfigError
 from quire.utils.host_memory import make_memory
-
-logger = logging.getLogger("quire")
+from quire.utils.logs import logger
 
 _WORDS = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 _TOLD = timedelta(seconds=5)  # after which a rank says for whom it waits

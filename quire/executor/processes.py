@@ -18,10 +18,9 @@ from quire.executor.binding import cpus_of_ranks
 from quire.executor.orders import BEAT_SECONDS, Lines, lines_bytes
 from quire.utils.child import how_it_ended, is_stopped, start_child
 from quire.utils.host_memory import make_memory
+from quire.utils.logs import logger
 
 SILENCE_SECONDS = 5.0  # without a beat: a worker that does nothing at all any more
-
-logger = logging.getLogger("quire")
 
 
 class Processes:

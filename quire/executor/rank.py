@@ -5,13 +5,11 @@ Its own process (`quire.entrypoints.worker`) has one, or a Ray actor. Must not k
 
 import dataclasses
 import gc
-import logging
 from typing import Any
 
 from quire.errors import QuireError
 from quire.executor.orders import FAULT, ORDERS, decoded, encoded
-
-logger = logging.getLogger("quire")
+from quire.utils.logs import logger
 
 
 class Rank:

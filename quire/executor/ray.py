@@ -25,7 +25,7 @@ from quire.config.worker import WorkerConfig
 from quire.errors import ConfigError
 from quire.executor.orders import BEAT_SECONDS, NUMBERS, ORDERS, decoded, encoded
 from quire.executor.rank import Rank
-from quire.utils.logs import configure_logging
+from quire.utils.logs import configure_logging, logger
 
 SILENCE_SECONDS = 5.0  # without an answer to a beat
 _ASK_SECONDS = 3.5  # for a node to say whether a process was stopped
@@ -34,8 +34,6 @@ _START_SECONDS = 300.0  # for actors to be there: where others compute, Python a
 _ENDED = "out of memory, perhaps, or its node is gone: 'ray status' lists the nodes"
 
 _LATER = {NUMBERS["begin"], NUMBERS["take"]}  # go with what asks for a result: a call costs more than its bytes
-
-logger = logging.getLogger("quire")
 
 
 class Actor:

@@ -5,7 +5,6 @@ tokenizer.model. Input and output processors share it between threads: nothing c
 of requests.
 """
 
-import logging
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, overload
@@ -21,8 +20,7 @@ from quire.text.files import NAMED_TOKENS, TokenizerConfig, read_tokenizer_confi
 from quire.text.gguf import QWEN2_SPLIT, read_gguf_tokenizer
 from quire.text.renderer import Renderer
 from quire.text.streams import Backend, StreamFactory, TextStream, clean_up_spaces
-
-logger = logging.getLogger("quire")
+from quire.utils.logs import logger
 
 
 class Encoding(dict[str, Any]):

@@ -6,12 +6,13 @@ alone. What comes from a stranger is logged `quoted`.
 
 import logging
 
+logger = logging.getLogger("quire")  # all of the package writes to it
+
 
 def configure_logging(level: str, origin: str = "") -> None:
     """Send Quire's log (logger "quire" and below) to standard error, from this level up; `origin` begins each line."""
     handler = logging.StreamHandler()
     handler.setFormatter(_Formatter(f"%(asctime)s %(levelname)-7s {origin}%(message)s", "%H:%M:%S"))
-    logger = logging.getLogger("quire")
     logger.handlers = [handler]
     logger.setLevel(level.upper())
     logger.propagate = False

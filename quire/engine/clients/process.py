@@ -8,7 +8,6 @@ is gone.
 
 import asyncio
 import contextlib
-import logging
 import math
 import os
 import secrets
@@ -27,14 +26,13 @@ from quire.config.engine_args import EngineArgs
 from quire.errors import EngineDeadError
 from quire.protocol.core import Beat, Command, Dead, Event, Failed, Ready, Stop
 from quire.utils.child import how_it_ended, is_stopped, start_child
+from quire.utils.logs import logger
 
 BEAT_SECONDS = 1.0
 SILENCE_SECONDS = 7.0  # without a beat: the engine has stopped
 CLOSE_SECONDS = 2.5  # for the child to end its loop, and to leave by itself
 WRITING_SECONDS = 5.0  # besides, for one whose loop has ended: weights and blocks are being written
 _LEFT = "left"  # a file in the sockets' directory: the child's loop has ended
-
-logger = logging.getLogger("quire")
 
 
 class Birth(msgspec.Struct, frozen=True):

@@ -6,7 +6,6 @@ Python, `apply_model`.
 
 import asyncio
 import contextlib
-import logging
 import queue
 import threading
 import time
@@ -14,8 +13,8 @@ from collections.abc import Callable
 
 from quire.config.engine_args import EngineConfig
 from quire.protocol.core import Command, Dead, Event, Ready, Stop
+from quire.utils.logs import logger
 
-logger = logging.getLogger("quire")
 CLOSE_SECONDS = 2.5
 
 

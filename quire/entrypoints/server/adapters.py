@@ -6,7 +6,6 @@ A request whose `model` is an adapter's name runs with it. What clients load has
 import asyncio
 import itertools
 import json
-import logging
 import os
 from collections.abc import Sequence
 from pathlib import Path
@@ -23,8 +22,8 @@ from quire.entrypoints.server.state import ServerState, State
 from quire.errors import ConfigError, InvalidRequestError, QuireError
 from quire.lora.request import AdapterRequest, LoRARequest, PromptAdapterRequest
 from quire.models.peft import CONFIG, WEIGHTS, num_virtual_tokens
+from quire.utils.logs import logger
 
-logger = logging.getLogger("quire")
 router = APIRouter(route_class=JsonRoute)
 _ids = itertools.count(1)
 

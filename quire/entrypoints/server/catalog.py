@@ -3,7 +3,6 @@
 `quire.entrypoints.cli.serve` calls it before anything is loaded; it reads configurations, and sizes of files.
 """
 
-import logging
 import os
 from collections import Counter
 from collections.abc import Sequence
@@ -18,8 +17,7 @@ from quire.entrypoints.server.room import Room, read_room
 from quire.errors import ConfigError, NotYetSupportedError, QuireError
 from quire.kvcache.capacity import CPU_SHARE
 from quire.utils.host_memory import available_memory_bytes
-
-logger = logging.getLogger("quire")
+from quire.utils.logs import logger
 
 _MAX_LOADED = 3  # as Ollama has it on a CPU
 

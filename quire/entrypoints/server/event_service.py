@@ -5,7 +5,6 @@ Knows nothing of either API's form.
 """
 
 import asyncio
-import logging
 from collections.abc import AsyncGenerator, Callable
 from contextlib import aclosing
 from typing import Any, Generic, Protocol, TypeVar
@@ -17,8 +16,7 @@ from quire.entrypoints.server.service import Read, TurnRequest, opened
 from quire.entrypoints.server.state import ServerState
 from quire.entrypoints.server.turn import Delta, Finish, Turn
 from quire.errors import QuireError
-
-logger = logging.getLogger("quire")
+from quire.utils.logs import logger
 
 _PATIENCE = 1.0  # seconds for which a stream's first events wait for a refusal
 

@@ -6,7 +6,6 @@ Who is loaded, and who makes room, `LoadPolicy` says.
 """
 
 import asyncio
-import logging
 import threading
 import time
 from collections.abc import Callable, Coroutine, Iterable
@@ -34,8 +33,7 @@ from quire.entrypoints.server.sse import while_connected
 from quire.entrypoints.server.state import MODEL, ServerState
 from quire.errors import EngineDeadError, EngineStoppedError, OverloadedError, QuireError, RequestFailedError
 from quire.protocol.stats import EngineStats
-
-logger = logging.getLogger("quire")
+from quire.utils.logs import logger
 
 _TICKETS = "quire.tickets"  # in a request's scope
 _TICK_SECONDS = 0.25

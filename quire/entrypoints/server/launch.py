@@ -43,9 +43,7 @@ from quire.entrypoints.server.replicas import start_engines
 from quire.entrypoints.server.state import ServerState
 from quire.errors import ConfigError, EngineDeadError, InvalidRequestError, QuireError
 from quire.text.template import RESERVED_NAMES, ChatTemplate
-from quire.utils.logs import configure_logging
-
-logger = logging.getLogger("quire")
+from quire.utils.logs import configure_logging, logger
 
 _BACKLOG = 2048  # connections that wait to be accepted
 _ACCEPTED_AT_ONCE = 64

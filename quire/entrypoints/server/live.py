@@ -5,7 +5,6 @@ slow reader misses some. Nobody looking costs nothing.
 """
 
 import asyncio
-import logging
 import time
 from collections.abc import AsyncGenerator
 from typing import Any
@@ -19,8 +18,8 @@ from quire.entrypoints.server.block_map import BlockMap
 from quire.entrypoints.server.metrics import ServingMetrics
 from quire.entrypoints.server.state import get_state
 from quire.errors import EngineDeadError
+from quire.utils.logs import logger
 
-logger = logging.getLogger("quire")
 router = APIRouter(include_in_schema=False)
 
 _INTERVAL = 0.5  # seconds between snapshots

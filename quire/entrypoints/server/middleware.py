@@ -9,7 +9,6 @@ import binascii
 import hashlib
 import hmac
 import itertools
-import logging
 import time
 import uuid
 from collections.abc import Iterable, Iterator
@@ -24,9 +23,8 @@ from quire.entrypoints.server.errors import AuthenticationError, error_response,
 from quire.entrypoints.server.prometheus import HttpCounts
 from quire.entrypoints.server.state import ServerState
 from quire.errors import QuireError
+from quire.utils.logs import logger
 from quire.utils.values import decimal
-
-logger = logging.getLogger("quire")
 
 PUBLIC_PATHS = ("/health", "/ping")  # for load balancers, which have no key
 _ENDLESS_PATHS = ("/live",)  # streams that end with the server

@@ -8,7 +8,6 @@ serve. It knows engines by their `ProcessClient`s, and nothing of what is inside
 import asyncio
 import contextlib
 import dataclasses
-import logging
 import os
 import threading
 import time
@@ -33,6 +32,7 @@ from quire.protocol.requests import NewRequest, SamplingTask
 from quire.protocol.stats import EngineStats
 from quire.sampling_params import SamplingParams
 from quire.scheduler.live_limits import limits_of
+from quire.utils.logs import logger
 
 _STEADY_SECONDS = 60.0  # an engine that lived so long is started again at once
 _LONGEST_WAIT = 30.0  # seconds before an engine that keeps dying is tried again
@@ -40,8 +40,6 @@ _MOST_HASHED = 512  # blocks of a prompt that are looked at: what is beyond make
 _TOTALS_SECONDS = 0.1  # for which sums are good
 _NO_ANSWER = -1  # id of calls that are nobody's
 _OF_IDLE = ("reset_prefix_cache", "sleep", "update_weights")  # calls that do nothing while requests run
-
-logger = logging.getLogger("quire")
 
 
 class _Route:

@@ -5,15 +5,13 @@ Knows nothing of what it keeps.
 """
 
 import asyncio
-import logging
 import sqlite3
 import threading
 import time
 from collections import OrderedDict
 
 from quire.errors import ConfigError, RequestFailedError
-
-logger = logging.getLogger("quire")
+from quire.utils.logs import logger
 
 _PURGE_SECONDS = 60.0  # between looks for what is too old
 

@@ -5,7 +5,6 @@ to. `quire.entrypoints.server.response_routes` calls it.
 """
 
 import asyncio
-import logging
 from collections.abc import AsyncGenerator
 from contextlib import aclosing, suppress
 from copy import copy
@@ -21,8 +20,7 @@ from quire.entrypoints.server.responses_request import ResponsesRequest
 from quire.entrypoints.server.service import TurnRequest
 from quire.entrypoints.server.state import ServerState
 from quire.errors import InvalidRequestError, QuireError
-
-logger = logging.getLogger("quire")
+from quire.utils.logs import logger
 
 _STEM = 32  # characters of an id's random part
 _LOST = {"code": "server_error", "message": "the server was stopped before this response was complete."}

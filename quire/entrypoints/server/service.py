@@ -5,7 +5,6 @@ is built and encoded in a thread. Knows nothing of any dialect's form.
 """
 
 import asyncio
-import logging
 from collections.abc import AsyncGenerator, Awaitable, Callable, Iterable, Mapping, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, field
@@ -26,9 +25,7 @@ from quire.lora.request import AdapterRequest
 from quire.outputs import RequestOutput
 from quire.protocol.requests import Terms
 from quire.sampling_params import SamplingParams
-from quire.utils.logs import quoted
-
-logger = logging.getLogger("quire")
+from quire.utils.logs import logger, quoted
 
 _STARTED_TOGETHER = 16  # requests begun before the event loop gets a turn
 _MANY = 5000  # tokens, and alternatives to them, of an answer: to write more is for a thread

@@ -5,7 +5,6 @@ step has for the connection, is one `send`. Knows nothing of what is in the even
 """
 
 import asyncio
-import logging
 from collections.abc import AsyncGenerator, Coroutine
 from contextlib import aclosing, suppress
 from typing import Any, Protocol, TypeVar
@@ -20,8 +19,7 @@ from quire.entrypoints.server.requests_common import AnyRequest
 from quire.entrypoints.server.responses import encode
 from quire.entrypoints.server.unknown_fields import warn_client
 from quire.errors import QuireError
-
-logger = logging.getLogger("quire")
+from quire.utils.logs import logger
 
 _EVENTS = "text/event-stream"
 DONE = b"data: [DONE]\n\n"

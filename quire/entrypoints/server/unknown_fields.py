@@ -5,7 +5,6 @@ model keeps such fields (`extra="allow"`). What asks for a feature that is not t
 `answer_vllms` where vLLM alone knows the field.
 """
 
-import logging
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -14,9 +13,7 @@ from starlette.responses import Response
 
 from quire.errors import InvalidRequestError, NotYetSupportedError
 from quire.utils.answers import read_answers, take_anyway
-from quire.utils.logs import quoted
-
-logger = logging.getLogger("quire")
+from quire.utils.logs import logger, quoted
 
 _VLLMS = Path(__file__).with_name("fields.txt")
 HEADER = "x-quire-warnings"
