@@ -27,8 +27,6 @@ NUM_STEPS = 24
 class Fixed(Proposer):
     """Always the same drafts."""
 
-    uses_hidden = False
-
     def __init__(self, max_drafts: int, token_id: int) -> None:
         self.max_drafts = max_drafts
         self._drafts = [token_id] * max_drafts

@@ -78,7 +78,7 @@ class Proposer(ABC):
 
     max_drafts: int
     max_batch: float = math.inf
-    uses_hidden: bool = True
+    uses_hidden: bool = False
     reads_all: bool = False
     taps: Sequence[int] = ()
     from_prefix: bool = False

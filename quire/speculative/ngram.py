@@ -62,8 +62,6 @@ class NgramProposer(Proposer):
         config: most drafts of a sequence, and the tokens that an n-gram has; the longest that was there before counts.
     """
 
-    uses_hidden = False
-
     def __init__(self, config: SpeculativeConfig) -> None:
         self.max_drafts = config.num_speculative_tokens
         self._least, self._most = config.lookup_min, config.lookup_max

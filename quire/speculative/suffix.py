@@ -98,8 +98,6 @@ class SuffixProposer(Proposer):
         config: most drafts of a sequence, and for each token of the suffix that was found; past outputs to be searched.
     """
 
-    uses_hidden = False
-
     def __init__(self, config: SpeculativeConfig) -> None:
         self.max_drafts = config.num_speculative_tokens
         self._factor = config.suffix_decoding_max_spec_factor

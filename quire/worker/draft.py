@@ -87,8 +87,6 @@ class DraftModelProposer(Proposer):
     and what they were drawn from is kept.
     """
 
-    uses_hidden = False
-
     def __init__(self, draft: DraftModel, table: RowTable, caches: list[Tensor]) -> None:
         config, model = draft.speculative, draft.timed
         self.max_drafts, self._max_tokens = config.num_speculative_tokens, draft.config.max_num_batched_tokens

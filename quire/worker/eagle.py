@@ -85,7 +85,6 @@ class _Reading(HeldStates):
 class EagleProposer(Proposer):
     """Drafts a chain, or a tree, for all sequences at once: one token, or level, of each after another."""
 
-    uses_hidden = False
     reads_all = True
 
     def __init__(self, eagle: EagleModel, table: RowTable, caches: list[Tensor]) -> None:

@@ -70,6 +70,8 @@ class MedusaProposer(Proposer):
         target: where tokens are drawn from them.
     """
 
+    uses_hidden = True
+
     def __init__(
         self, config: SpeculativeConfig, logits: Callable[[Tensor, int], Tensor], target: Target | None
     ) -> None:

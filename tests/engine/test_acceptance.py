@@ -26,7 +26,6 @@ class BadProposer(Proposer):
     """Draws from a distribution that it knows and that is not the model's: tokens of the prompt, by their order."""
 
     max_drafts = 3
-    uses_hidden = False
     from_prefix = True
 
     def __init__(self, vocab_size: int, token_ids: Sequence[int]) -> None:

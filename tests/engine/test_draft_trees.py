@@ -46,6 +46,8 @@ def alone(model_options):
 class TreeProposer(Proposer):
     """Drafts trees from recorded answers, by prompt; each level has the right token with probability `p`."""
 
+    uses_hidden = True
+
     def __init__(self, tree: DraftTree, answers: dict[tuple[int, ...], list[int]], vocab_size: int, p: float) -> None:
         self.tree, self.max_drafts = tree, len(tree)
         self._answers, self._vocab_size, self._p = answers, vocab_size, p

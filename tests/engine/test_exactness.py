@@ -114,7 +114,7 @@ class LateExecutor(InProcessExecutor):
 class RecordedProposer(Proposer):
     """Drafts from recorded runs, by prompt; each token is right with probability `p`."""
 
-    max_drafts = 4
+    max_drafts, uses_hidden = 4, True
 
     def __init__(self, runs: dict[tuple[int, ...], list[int]], p: float) -> None:
         self.runs, self.p, self.rng = runs, p, random.Random(3)

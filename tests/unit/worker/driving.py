@@ -26,7 +26,7 @@ VOCAB, BLOCK_SIZE, MAX_DRAFTS = 61, 8, 3
 class RecordedProposer(Proposer):
     """Drafts the tokens of recorded runs, each right with probability `p`, by sequence id."""
 
-    max_drafts = MAX_DRAFTS
+    max_drafts, uses_hidden = MAX_DRAFTS, True
 
     def __init__(self, runs: dict[int, list[int]], p: float) -> None:
         self.runs = runs

@@ -22,8 +22,6 @@ class ReplayProposer(Proposer):
         outputs: the tokens that follow each prompt.
     """
 
-    uses_hidden = False
-
     def __init__(
         self, max_drafts: int, rate: float, vocab_size: int, outputs: Mapping[tuple[int, ...], Sequence[int]]
     ) -> None:
