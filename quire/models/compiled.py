@@ -20,7 +20,19 @@ from quire.ops.native.rounds import Rounds
 from quire.ops.native.structs import TYPE_OF
 
 
-class CompiledModel:
+class CacheReader:
+    """What runs native programs on a KV cache."""
+
+    _caches: Caches | None = None  # of the last step: an engine's are the same for all
+
+    def _held(self, caches: Sequence[Tensor]) -> Caches:
+        """The caches as kernels see them."""
+        if self._caches is None or self._caches.tensors is not caches:
+            self._caches = Caches(caches, TYPE_OF[caches[0].dtype])
+        return self._caches
+
+
+class CompiledModel(CacheReader):
     """Token ids -> hidden states -> logits, as `CausalLM`.
 
     Args:
@@ -44,7 +56,6 @@ class CompiledModel:
         # Where kernels do all of it.
         self._whole_head = self._head if self._head and self._head.is_whole and self._body.is_whole else None
         self.target = self._body.target
-        self._caches: Caches | None = None  # of the last step: an engine's are the same for all
 
     def num_bytes(self, num_tokens: int) -> int:
         """Memory that steps of that many tokens make it keep."""
@@ -69,8 +80,7 @@ class CompiledModel:
         """Several tokens of rows in one call; None where parts of the model are not kernels."""
         if (head := self._whole_head) is None or self._tapped:
             return None
-        held = Caches(caches, TYPE_OF[caches[0].dtype])
-        return Rounds(self._body, head, self._width, self._dtype, self.vocab_size, held)
+        return Rounds(self._body, head, self._width, self._dtype, self.vocab_size, self._held(caches))
 
     def __call__(self, input_ids: Tensor, step: Step) -> Tensor:
         """Hidden states [T, H] of a step's tokens, whose keys and values are written to the caches."""
@@ -80,9 +90,7 @@ class CompiledModel:
         if self._num_incoming:  # where there is none, it is only measured
             shape = (input_ids.shape[0], self._num_incoming)
             inputs = [torch.zeros(shape, dtype=self._dtype) if step.incoming is None else step.incoming]
-        caches = self._caches
-        if caches is None or caches.tensors is not step.caches:
-            caches = self._caches = Caches(step.caches, TYPE_OF[step.caches[0].dtype])
+        caches = self._held(step.caches)
         steps = [StepData(ids=input_ids, positions=step.positions, **vars(batch)) for batch in step.attention]
         if step.taps is None:
             self._run(self._untapped, step.adapters, [*inputs, hidden], steps, caches)

@@ -10,15 +10,15 @@ import torch
 from torch import Tensor
 
 from quire.attention.step import Step
+from quire.models.compiled import CacheReader
 from quire.models.eagle import EagleHead
 from quire.ops.native.builder import ProgramBuilder, recorded
 from quire.ops.native.library import Target
-from quire.ops.native.program import Caches, Program, StepData
+from quire.ops.native.program import Program, StepData
 from quire.ops.native.rounds import Rounds
-from quire.ops.native.structs import TYPE_OF
 
 
-class CompiledEagle:
+class CompiledEagle(CacheReader):
     """As `EagleHead` is called; `widths` are of the hidden states that it fuses."""
 
     def __init__(self, head: EagleHead, widths: Sequence[int], target: Target | None) -> None:
@@ -38,14 +38,12 @@ class CompiledEagle:
         logits: Any = head.compute_logits(recorded(builder.input(hidden.width)))
         self._num_logits, self._head = logits.width, builder.finish(logits)
         self.spread, self._draws_all = head.spread, head.d2t is None
-        self._caches: Caches | None = None
 
     def rounds(self, caches: Sequence[Tensor]) -> Rounds | None:
         """Several drafts of rows in one call; None where parts of it are not kernels."""
         if not (self._body.is_whole and self._head.is_whole and self._draws_all):
             return None
-        held = Caches(caches, TYPE_OF[caches[0].dtype])
-        return Rounds(self._body, self._head, self._width, self.dtype, self.vocab_size, held)
+        return Rounds(self._body, self._head, self._width, self.dtype, self.vocab_size, self._held(caches))
 
     def fuse(self, hidden: Sequence[Tensor]) -> Tensor:
         if self._fuse is None:
@@ -56,11 +54,8 @@ class CompiledEagle:
 
     def __call__(self, input_ids: Tensor, hidden: Tensor, step: Step) -> Tensor:
         out = torch.empty(input_ids.shape[0], self._width, dtype=self.dtype)
-        caches = self._caches
-        if caches is None or caches.tensors is not step.caches:
-            caches = self._caches = Caches(step.caches, TYPE_OF[step.caches[0].dtype])
         steps = [StepData(ids=input_ids, positions=step.positions, **vars(batch)) for batch in step.attention]
-        self._body.run([hidden, out], steps, caches)
+        self._body.run([hidden, out], steps, self._held(step.caches))
         return out
 
     def compute_logits(self, hidden: Tensor) -> Tensor:
