@@ -61,6 +61,22 @@ class BuildContext:
                     attention.spec = replace(attention.spec, group=number)
 
 
+@dataclass(frozen=True)
+class AttentionForm:
+    """What attention blocks differ in, besides their spec.
+
+    Attributes:
+        qkv_bias, output_bias: whether the projections have a bias.
+        head_norms: RMSNorm over each head of queries and keys, before the rotation, as the spec's eps says.
+        fused: checkpoints hold queries, keys and values as one matrix.
+    """
+
+    qkv_bias: bool = False
+    output_bias: bool = False
+    head_norms: bool = False
+    fused: bool = False
+
+
 class _PassedBy(nn.Module):
     """In the place of a layer of another stage."""
 
@@ -157,40 +173,29 @@ class Builder:
         """A LayerNorm, with weight and bias where `affine`."""
         return LayerNorm(size, eps, self.context.dtype, affine)
 
-    def attention(
-        self,
-        size: int | Sequence[int],
-        spec: AttentionSpec,
-        *,
-        qkv_bias: bool = False,
-        output_bias: bool = False,
-        head_norms: bool = False,
-        fused: bool = False,
-    ) -> SelfAttention:
+    def attention(self, size: int | Sequence[int], spec: AttentionSpec, form: AttentionForm) -> SelfAttention:
         """An attention block on hidden states of `size`; this builder's name is the block's.
 
         Args:
             size: or sizes, of several hidden states side by side, the last of which is that of what comes out.
             spec: without layer, group and norms, which are filled in here.
-            head_norms: RMSNorm over each head of queries and keys, as the spec's eps says.
-            fused: the checkpoint holds queries, keys and values as one matrix.
         """
         query_size, kv_size = spec.num_heads * spec.head_dim, spec.num_kv_heads * spec.head_dim
         parts = {"q_proj": query_size, "k_proj": kv_size, "v_proj": kv_size}
-        outputs = sum(parts.values()) if fused else parts
-        q_norm = self.rms_norm(spec.head_dim, spec.norm_eps) if head_norms else None
-        k_norm = self.rms_norm(spec.head_dim, spec.norm_eps) if head_norms else None
+        outputs = sum(parts.values()) if form.fused else parts
+        q_norm = self.rms_norm(spec.head_dim, spec.norm_eps) if form.head_norms else None
+        k_norm = self.rms_norm(spec.head_dim, spec.norm_eps) if form.head_norms else None
         norms = {"q_norm": q_norm and q_norm.weight, "k_norm": k_norm and k_norm.weight}
         spec = replace(spec, layer=len(self.context.cache_layers), **norms)
         inner = size if isinstance(size, int) else size[-1]
-        shards = self.context.sharding.attention(self.prefix, spec, inner, fused)
+        shards = self.context.sharding.attention(self.prefix, spec, inner, form.fused)
         spec = shards.spec
         if isinstance(size, int):
-            qkv_proj = self.linear("qkv_proj", size, outputs, bias=qkv_bias, shard=shards.qkv)
+            qkv_proj = self.linear("qkv_proj", size, outputs, bias=form.qkv_bias, shard=shards.qkv)
         else:
             assert shards.qkv is None, "joined projections are not shared among ranks"
-            qkv_proj = self.joined("qkv_proj", size, outputs, bias=qkv_bias)
-        o_proj = self.linear("o_proj", query_size, inner, bias=output_bias, shard=shards.output)
+            qkv_proj = self.joined("qkv_proj", size, outputs, bias=form.qkv_bias)
+        o_proj = self.linear("o_proj", query_size, inner, bias=form.output_bias, shard=shards.output)
         block = SelfAttention(self.context.backend, spec, qkv_proj, o_proj, q_norm, k_norm)
         self.context.cache_layers.append(LayerCache(spec.num_kv_heads, spec.head_dim, spec.window))
         self.context.attentions.append(block)

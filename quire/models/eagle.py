@@ -16,7 +16,7 @@ from quire.attention.step import AdapterBatch, Step
 from quire.config.model import ModelConfig
 from quire.errors import ModelLoadError
 from quire.layers.norm import RMSNorm
-from quire.models.builder import Builder
+from quire.models.builder import AttentionForm, Builder
 from quire.models.causal_lm import CausalLM
 from quire.models.heads import spread_logits
 from quire.models.llama import build_rope, llama_attention
@@ -70,7 +70,7 @@ class EagleLayer(nn.Module):
         self.hidden_norm = builder.rms_norm(size, eps) if reads_both else None
         spec = replace(llama_attention(config, build_rope(config)), start=1)
         read, activation = (size, size) if reads_both else size, str(hf.get("hidden_act", "silu"))
-        self.self_attn = builder.child("self_attn").attention(read, spec, qkv_bias=qkv_bias, output_bias=output_bias)
+        self.self_attn = builder.child("self_attn").attention(read, spec, AttentionForm(qkv_bias, output_bias))
         self.post_attention_layernorm = builder.rms_norm(size, eps)
         inner_size = config.intermediate_size
         self.mlp = builder.child("mlp").gated_mlp(size, inner_size, activation=activation, bias=mlp_bias)

@@ -18,7 +18,7 @@ from quire.errors import ModelLoadError
 from quire.layers.attention import SelfAttention
 from quire.layers.mlp import GatedMLP
 from quire.layers.norm import RMSNorm
-from quire.models.builder import Builder
+from quire.models.builder import AttentionForm, Builder
 from quire.models.causal_lm import CausalLM
 from quire.models.decoder import Decoder, DecoderLayer
 from quire.models.llama import FORMAT, build_rope, llama_attention
@@ -96,9 +96,7 @@ def _build(config: ModelConfig, builder: Builder, shape: GemmaShape) -> CausalLM
     def layer(index: int, builder: Builder) -> nn.Module:
         window = config.layer_windows[index]
         own = replace(spec, window=window, rope=spec.rope if window is None else window_rope)
-        attention = builder.child("self_attn").attention(
-            size, own, qkv_bias=bias, output_bias=bias, head_norms=shape.head_norms
-        )
+        attention = builder.child("self_attn").attention(size, own, AttentionForm(bias, bias, shape.head_norms))
         mlp = builder.child("mlp").gated_mlp(size, config.intermediate_size, activation=shape.activation)
         norms = [builder.rms_norm(size, eps, plus_one=True) for _ in range(4 if shape.sandwich else 2)]
         if shape.sandwich:

@@ -2,7 +2,7 @@
 
 from quire.attention.base import AttentionSpec
 from quire.config.model import ModelConfig
-from quire.models.builder import Builder
+from quire.models.builder import AttentionForm, Builder
 from quire.models.causal_lm import CausalLM
 from quire.models.decoder import Decoder, DecoderLayer
 from quire.models.settings import number
@@ -38,7 +38,7 @@ def build(config: ModelConfig, builder: Builder) -> CausalLM:
         if hf.get("scale_attn_by_inverse_layer_idx", False):
             scale /= index + 1
         spec = AttentionSpec(config.num_heads, config.num_heads, config.head_dim, scale)
-        attention = builder.child("self_attn").attention(size, spec, qkv_bias=True, output_bias=True, fused=True)
+        attention = builder.child("self_attn").attention(size, spec, AttentionForm(True, True, fused=True))
         mlp = builder.child("mlp").mlp(size, config.intermediate_size, activation=activation, bias=True)
         return DecoderLayer(builder.layer_norm(size, eps), attention, builder.layer_norm(size, eps), mlp)
 

@@ -16,7 +16,7 @@ from quire.attention.base import AttentionSpec
 from quire.config.model import ModelConfig
 from quire.errors import ModelLoadError
 from quire.layers.rotary import RopeParameters, rope_table
-from quire.models.builder import Builder
+from quire.models.builder import AttentionForm, Builder
 from quire.models.causal_lm import CausalLM
 from quire.models.decoder import Decoder, DecoderLayer
 from quire.models.settings import number
@@ -28,20 +28,13 @@ FeedForward = Callable[[int, Builder], nn.Module]  # (layer, builder of what fol
 
 
 @dataclass(frozen=True)
-class LlamaShape:
+class LlamaShape(AttentionForm):
     """What Llama's kin differ in.
 
     Attributes:
-        qkv_bias, output_bias: whether attention's projections have a bias.
-        head_norms: RMSNorm over each head of queries and keys, before the rotation.
-        fused: its checkpoints hold queries, keys and values as one matrix.
         feed_forward: makes what follows attention; None for a gated MLP.
     """
 
-    qkv_bias: bool = False
-    output_bias: bool = False
-    head_norms: bool = False
-    fused: bool = False
     feed_forward: FeedForward | None = None
     form: CheckpointFormat = FORMAT
 
@@ -82,14 +75,7 @@ def build_llama(config: ModelConfig, builder: Builder, shape: LlamaShape) -> Cau
 
     def layer(index: int, builder: Builder) -> DecoderLayer:
         own = replace(spec, window=config.layer_windows[index])
-        attention = builder.child("self_attn").attention(
-            size,
-            own,
-            qkv_bias=shape.qkv_bias,
-            output_bias=shape.output_bias,
-            head_norms=shape.head_norms,
-            fused=shape.fused,
-        )
+        attention = builder.child("self_attn").attention(size, own, shape)
         mlp = feed_forward(index, builder.child("mlp"))
         return DecoderLayer(builder.rms_norm(size, eps), attention, builder.rms_norm(size, eps), mlp)
 

@@ -10,7 +10,7 @@ from quire.attention.base import AttentionSpec
 from quire.attention.step import Step
 from quire.config.model import ModelConfig
 from quire.layers.norm import LayerNorm
-from quire.models.builder import Builder
+from quire.models.builder import AttentionForm, Builder
 from quire.models.causal_lm import CausalLM
 from quire.models.decoder import Decoder, DecoderLayer
 from quire.models.settings import count
@@ -53,7 +53,7 @@ def build(config: ModelConfig, builder: Builder) -> CausalLM:
         return builder.layer_norm(size, 1e-5, affine=affine)
 
     def layer(index: int, builder: Builder) -> nn.Module:
-        attention = builder.child("self_attn").attention(size, spec, qkv_bias=bias, output_bias=bias)
+        attention = builder.child("self_attn").attention(size, spec, AttentionForm(bias, bias))
         mlp = builder.child("mlp").mlp(size, config.intermediate_size, activation=activation, bias=bias)
         return (DecoderLayer if pre_norm else PostNormLayer)(norm(), attention, norm(), mlp)
 
