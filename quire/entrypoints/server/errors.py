@@ -23,8 +23,10 @@ from quire.errors import (
     InvalidRequestError,
     NotYetSupportedError,
     OverloadedError,
+    QuireError,
     RequestFailedError,
 )
+from quire.utils.logs import logger
 
 ANTHROPIC = "/v1/messages"  # what Anthropic's routes begin with
 _LONGEST_MESSAGE = 1000  # characters; a message may quote what the client sent
@@ -96,6 +98,13 @@ def describe(error: Exception) -> ErrorInfo:
             return _failure(500, error, "request_failed")
         case _:
             return ErrorInfo(500, "internal error; the server's log has the details.", "server_error")
+
+
+def describe_end(error: Exception) -> ErrorInfo:
+    """What is told of a stream that failed; the log has what nobody expected."""
+    if not isinstance(error, QuireError):
+        logger.exception("a stream failed", exc_info=error)
+    return describe(error)
 
 
 _NOT_FOUND = ("model_not_found", "not_found", "previous_response_not_found")

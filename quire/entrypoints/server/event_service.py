@@ -9,14 +9,12 @@ from collections.abc import AsyncGenerator, Callable
 from contextlib import aclosing
 from typing import Any, Generic, Protocol, TypeVar
 
-from quire.entrypoints.server.errors import ErrorInfo, describe
+from quire.entrypoints.server.errors import ErrorInfo, describe_end
 from quire.entrypoints.server.parsers.base import ContentEvent
 from quire.entrypoints.server.responses import encode
 from quire.entrypoints.server.service import Read, TurnRequest, opened
 from quire.entrypoints.server.state import ServerState
 from quire.entrypoints.server.turn import Delta, Finish, Turn
-from quire.errors import QuireError
-from quire.utils.logs import logger
 
 _PATIENCE = 1.0  # seconds for which a stream's first events wait for a refusal
 
@@ -78,13 +76,6 @@ async def events_of(
     yield writer.close(len(await state.llm.encode(thought, False)) if thought else 0)
 
 
-def failure_events(writer: EventWriter, error: Exception) -> list[Event]:
-    """The end of a stream that failed; the log has what nobody expected."""
-    if not isinstance(error, QuireError):
-        logger.exception("a stream failed", exc_info=error)
-    return writer.fail(describe(error))
-
-
 def named_event(event: Event) -> bytes:
     """A server-sent event with its name."""
     return b"event: %b\ndata: %b\n\n" % (event["type"].encode(), encode(event))
@@ -112,7 +103,7 @@ async def streamed(
     except Exception as error:
         if not is_open:
             raise
-        yield b"".join(map(frame, failure_events(writer, error)))
+        yield b"".join(map(frame, writer.fail(describe_end(error))))
     finally:
         first.cancel()
         await asyncio.gather(first, return_exceptions=True)

@@ -13,7 +13,8 @@ from typing import Any
 import msgspec
 
 from quire.entrypoints.server.dialects.responses import ResponseWriter, read_response
-from quire.entrypoints.server.event_service import Event, events_of, failure_events, named_event, streamed
+from quire.entrypoints.server.errors import describe_end
+from quire.entrypoints.server.event_service import Event, events_of, named_event, streamed
 from quire.entrypoints.server.response_store import open_store
 from quire.entrypoints.server.responses import encode
 from quire.entrypoints.server.responses_request import ResponsesRequest
@@ -177,7 +178,7 @@ class ResponsesService:
         except asyncio.CancelledError:
             writer.cancel()
         except Exception as error:
-            last = failure_events(writer, error)
+            last = writer.fail(describe_end(error))
         if job.keeps_events:
             job.events += map(named_event, last)
         try:

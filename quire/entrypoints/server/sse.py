@@ -13,13 +13,11 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
-from quire.entrypoints.server.errors import describe, error_body
+from quire.entrypoints.server.errors import describe_end, error_body
 from quire.entrypoints.server.middleware import client_of, identify
 from quire.entrypoints.server.requests_common import AnyRequest
 from quire.entrypoints.server.responses import encode
 from quire.entrypoints.server.unknown_fields import warn_client
-from quire.errors import QuireError
-from quire.utils.logs import logger
 
 _EVENTS = "text/event-stream"
 DONE = b"data: [DONE]\n\n"
@@ -101,15 +99,8 @@ class EventStream(Response):
                 try:
                     data = await anext(events, None)
                 except Exception as error:
-                    data = _error_events(error)
+                    data = b"data: %b\n\n" % error_body(describe_end(error)) + DONE
         await send({"type": "http.response.body", "body": b""})
-
-
-def _error_events(error: Exception) -> bytes:
-    """The end of a stream that failed."""
-    if not isinstance(error, QuireError):
-        logger.exception("a stream failed", exc_info=error)
-    return b"data: %b\n\n" % error_body(describe(error)) + DONE
 
 
 async def while_connected(receive: Receive, work: Coroutine[Any, Any, _Result]) -> _Result | None:
