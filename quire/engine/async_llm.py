@@ -19,8 +19,8 @@ from quire.engine.clients.thread import ThreadClient
 from quire.engine.input_processor import ProcessedInput
 from quire.engine.monitor import Monitor
 from quire.engine.observer import Observer
-from quire.engine.output_processor import OutputProcessor
-from quire.engine.output_stream import OutputStream, Source
+from quire.engine.output_processor import OutputProcessor, RequestRecord
+from quire.engine.output_stream import OutputStream
 from quire.engine.tokenizer import Tokenizer, config_tokenizer
 from quire.errors import ConfigError, EngineDeadError, InvalidRequestError, OverloadedError, RequestFailedError
 from quire.inputs import PreparedPrompt, PromptType
@@ -340,7 +340,7 @@ class AsyncLLM:
 
     # On the way down.
 
-    def _submit(self, processed: ProcessedInput, external: str) -> Source:
+    def _submit(self, processed: ProcessedInput, external: str) -> RequestRecord:
         self._monitor.check()
         request, internal = processed.request, processed.request.request_id
         record = self._outputs.add(processed)

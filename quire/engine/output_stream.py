@@ -6,16 +6,9 @@ made when it is taken, of all that has come by then.
 
 import asyncio
 from collections.abc import Callable
-from typing import Protocol
 
+from quire.engine.output_processor import RequestRecord
 from quire.outputs import RequestOutput
-
-
-class Source(Protocol):
-    """The request's record: see there."""
-
-    def output(self) -> RequestOutput: ...
-    def text(self) -> str | None: ...
 
 
 class OutputStream:
@@ -29,7 +22,7 @@ class OutputStream:
     """
 
     __slots__ = ("_error", "is_fresh", "listener", "source")
-    source: Source
+    source: RequestRecord
 
     def __init__(self) -> None:
         self._error: Exception | None = None
