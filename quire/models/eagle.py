@@ -7,12 +7,11 @@ compiles it as a model is. Must not know sequences, nor a checkpoint's files.
 
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import replace
-from typing import Protocol
 
 import torch
 from torch import Tensor, nn
 
-from quire.attention.step import AdapterBatch, Step
+from quire.attention.step import Step
 from quire.config.model import ModelConfig
 from quire.errors import ModelLoadError
 from quire.layers.norm import RMSNorm
@@ -166,40 +165,3 @@ class EagleHead(nn.Module):
     def spread(self, logits: Tensor) -> Tensor:
         """Its logits by the model's token ids, [R, V]."""
         return logits if self.d2t is None else self.d2t.spread(logits)
-
-
-class RunnableHead(Protocol):
-    """What a device makes of a head: called as the head itself."""
-
-    vocab_size: int
-    dtype: torch.dtype
-
-    def fuse(self, hidden: Sequence[Tensor]) -> Tensor:
-        """What it reads of the model's hidden states, [T, H] each -> [T, H]."""
-        ...
-
-    def __call__(self, input_ids: Tensor, hidden: Tensor, step: Step) -> Tensor:
-        """[T, H], from tokens and the hidden states before them; writes to the step's caches."""
-        ...
-
-    def compute_logits(self, hidden: Tensor) -> Tensor:
-        """[R, H] -> logits of the tokens that it draws from."""
-        ...
-
-    def spread(self, logits: Tensor) -> Tensor:
-        """Them by the model's token ids, [R, V]."""
-        ...
-
-
-class TimedHead:
-    """A head, called as a model is, with hidden states of zeros: for measurements."""
-
-    def __init__(self, head: RunnableHead, num_hidden: int) -> None:
-        self.vocab_size, self._head, self._num_hidden = head.vocab_size, head, num_hidden
-
-    def __call__(self, input_ids: Tensor, step: Step) -> Tensor:
-        hidden = torch.zeros(len(input_ids), self._num_hidden, dtype=self._head.dtype, device=input_ids.device)
-        return self._head(input_ids, hidden, step)
-
-    def compute_logits(self, hidden: Tensor, adapters: AdapterBatch | None = None) -> Tensor:
-        return self._head.spread(self._head.compute_logits(hidden))

@@ -15,8 +15,8 @@ from torch import Tensor
 from quire.config.draft_tree import DraftTree
 from quire.config.worker import WorkerConfig
 from quire.models.causal_lm import CausalLM, RunnableModel
-from quire.models.compiled_eagle import CompiledEagle
-from quire.models.eagle import EagleHead, RunnableHead, TimedHead
+from quire.models.compiled_eagle import CompiledEagle, RunnableHead, TimedHead
+from quire.models.eagle import EagleHead
 from quire.models.eagle_config import check_eagle_head, eagle_names, eagle_taps, our_name
 from quire.models.growing_tree import GrowingTrees
 from quire.models.heads import fill_heads, open_heads

@@ -20,7 +20,8 @@ from quire.distributed.groups import Group
 from quire.distributed.network import NetworkGroup
 from quire.errors import ConfigError
 from quire.models.causal_lm import CausalLM, RunnableModel
-from quire.models.eagle import EagleHead, RunnableHead
+from quire.models.compiled_eagle import RunnableHead
+from quire.models.eagle import EagleHead
 from quire.ops.native.library import Target
 from quire.protocol.cache import LayerCache
 from quire.quantization.registry import TypesByLayer, WeightFormats

@@ -21,8 +21,8 @@ from quire.distributed.links import tensor_group
 from quire.errors import ConfigError
 from quire.models.causal_lm import CausalLM, RunnableModel
 from quire.models.compiled import CompiledHeads, CompiledModel
-from quire.models.compiled_eagle import CompiledEagle
-from quire.models.eagle import EagleHead, RunnableHead
+from quire.models.compiled_eagle import CompiledEagle, RunnableHead
+from quire.models.eagle import EagleHead
 from quire.models.registry import DTYPES
 from quire.ops.native.library import TORCH, Target, choose_level, default_num_threads, prefault, torch_threads
 from quire.quantization.packed import Packing
