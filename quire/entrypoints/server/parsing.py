@@ -16,7 +16,7 @@ import msgspec
 
 from quire.entrypoints.server.chat_request import ChatCompletionRequest
 from quire.entrypoints.server.parsers import harmony
-from quire.entrypoints.server.parsers.base import Chain, Offer, Parser, TextParser
+from quire.entrypoints.server.parsers.base import Chain, Offer, Parser
 from quire.entrypoints.server.parsers.forms import Form
 from quire.entrypoints.server.parsers.generic import JSON_CALLS, json_arguments, learned_form
 from quire.entrypoints.server.parsers.grammars import Answer, Thought, answer_grammar
@@ -45,7 +45,7 @@ class Parsing:
     """What to ask the engine for, and what makes a parser for each choice."""
 
     params: SamplingParams
-    make_parser: Callable[[], Parser] = TextParser
+    make_parser: Callable[[], Parser] = Parser
     names: dict[str, str] = field(default_factory=dict)  # what the engine's parameters are called in the body
 
 
@@ -202,7 +202,7 @@ def _thought(
 
 
 def _parser(thoughts: _Script | None, calls: _Script | None, offer: Offer) -> Parser:
-    answer = TextParser() if calls is None else ScriptParser(calls, offer, _new_id)
+    answer = Parser() if calls is None else ScriptParser(calls, offer, _new_id)
     return answer if thoughts is None else Chain(ScriptParser(thoughts, offer, _new_id), answer)
 
 

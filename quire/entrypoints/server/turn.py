@@ -10,7 +10,7 @@ from typing import Any
 
 from msgspec import Struct
 
-from quire.entrypoints.server.parsers.base import ContentEvent, Parser, TextDelta, TextParser, ToolCallStart, merged
+from quire.entrypoints.server.parsers.base import ContentEvent, Parser, TextDelta, ToolCallStart, merged
 from quire.errors import OverloadedError
 from quire.outputs import CompletionOutput, Logprob, RequestOutput
 
@@ -73,14 +73,14 @@ class Turn:
         num_prompts: int,
         num_choices: int,
         rules: Rules = Rules(),  # noqa: B008  frozen
-        make_parser: Callable[[], Parser] = TextParser,
+        make_parser: Callable[[], Parser] = Parser,
     ) -> None:
         self._choices = [_Choice(make_parser()) for _ in range(num_prompts * num_choices)]
         self._choices_each, self._rules = num_choices, rules
         self._outputs: dict[int, RequestOutput] = {}  # place of the prompt -> its latest output
         self.num_choices = self.num_unfinished = len(self._choices)
         self.num_begun = 0
-        self._tells_text = self.num_choices == 1 and make_parser is TextParser and not rules.every_token
+        self._tells_text = self.num_choices == 1 and make_parser is Parser and not rules.every_token
 
     def take(self, place: int, output: RequestOutput) -> list[Delta]:
         """What an output of the prompt at this place brings.
@@ -147,7 +147,7 @@ class Turn:
 
 
 def text_of(events: list[ContentEvent]) -> str:
-    """The text of a delta from `TextParser`."""
+    """The text of a delta from `Parser`."""
     if not events:
         return ""
     (event,) = events

@@ -6,7 +6,7 @@ engine nor HTTP.
 """
 
 from collections.abc import Iterable
-from typing import Any, Literal, Protocol
+from typing import Any, Literal
 
 from msgspec import Struct
 
@@ -75,29 +75,19 @@ class Offer(Struct, frozen=True):
     closed: bool = False
 
 
-class Parser(Protocol):
-    """Reads one choice's text."""
+class Parser:
+    """Reads one choice's text; to this one all of it is the answer."""
 
     def push(self, text: str) -> list[ContentEvent]:
         """What a further piece of text brings."""
-        ...
-
-    def finish(self, cut: bool = False) -> list[ContentEvent]:
-        """What is left once the text has ended. `cut`: the tokens did not suffice, so a call's beginning is no text."""
-        ...
-
-
-class TextParser:
-    """All text is the answer."""
-
-    def push(self, text: str) -> list[ContentEvent]:
         return [TextDelta(text)] if text else []
 
     def finish(self, cut: bool = False) -> list[ContentEvent]:
+        """What is left once the text has ended. `cut`: the tokens did not suffice, so a call's beginning is no text."""
         return []
 
 
-class Chain:
+class Chain(Parser):
     """A parser of thoughts, and one of what it leaves as the answer."""
 
     def __init__(self, thoughts: Parser, answer: Parser) -> None:

@@ -15,6 +15,7 @@ from typing import Any, TypeVar
 from quire.entrypoints.server.parsers.base import (
     ContentEvent,
     Offer,
+    Parser,
     ReasoningDelta,
     TextDelta,
     ToolCallDelta,
@@ -316,7 +317,7 @@ class Reader:
                 yield from self.literal("null")
 
 
-class ScriptParser:
+class ScriptParser(Parser):
     """A `Parser` that runs a script."""
 
     def __init__(self, script: Callable[[Reader], Script[None]], offer: Offer, new_id: Callable[[], str]) -> None:

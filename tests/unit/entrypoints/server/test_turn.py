@@ -14,9 +14,9 @@ from quire.entrypoints.server.dialects.completions import CompletionWriter
 from quire.entrypoints.server.parsers.base import (
     ContentEvent,
     Offer,
+    Parser,
     ReasoningDelta,
     TextDelta,
-    TextParser,
     ToolCallDelta,
     ToolCallEnd,
     ToolCallStart,
@@ -196,7 +196,7 @@ def test_only_plain_text_is_all_there_is() -> None:
         assert turn.tells_text == (turn is plain)
 
 
-class Doubling(TextParser):
+class Doubling(Parser):
     """Not what all text is the answer to."""
 
     def push(self, text: str) -> list[ContentEvent]:
@@ -280,7 +280,7 @@ def test_a_sequence_that_was_ended_is_no_answer() -> None:
         Turn(1, 1).take(0, output(part(0, "", [], "abort"), finished=True))
 
 
-class _Thinks:
+class _Thinks(Parser):
     """A parser for tests: all before the first full stop is thought, whose last character may be held back."""
 
     def __init__(self) -> None:
@@ -313,7 +313,7 @@ def test_a_turn_gives_the_events_of_its_parser() -> None:
     assert turn.counts() == (2, 4, 1)
 
 
-class _Calls:
+class _Calls(Parser):
     """A parser for tests: each word is a call of the tool of that name, a full stop text."""
 
     def __init__(self) -> None:
@@ -369,7 +369,7 @@ def test_calls_of_tools(ends: str, told: str) -> None:
 
 
 def test_text_is_text() -> None:
-    parser = TextParser()
+    parser = Parser()
     assert (parser.push("<think>"), parser.push(""), parser.finish()) == ([TextDelta("<think>")], [], [])
 
 

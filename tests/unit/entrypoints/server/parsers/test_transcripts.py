@@ -17,7 +17,6 @@ from quire.entrypoints.server.parsers.base import (
     Parser,
     ReasoningDelta,
     TextDelta,
-    TextParser,
     ToolCallDelta,
     ToolCallEnd,
     ToolCallStart,
@@ -340,7 +339,7 @@ def test_thoughts(name: str, prompt: str, text: str, said: list[Said]) -> None:
     assert form is not None
 
     def parser() -> Parser:
-        return Chain(ScriptParser(form.script(prompt), OFFER, str), TextParser())
+        return Chain(ScriptParser(form.script(prompt), OFFER, str), Parser())
 
     whole = read(parser(), text)
     assert told(whole) == said
