@@ -7,15 +7,13 @@ backend in `reference` is the specification.
 
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
-from typing import Generic, NamedTuple, TypeVar
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from quire.attention.step import Step
 from quire.ops.rope import AttentionSpec as AttentionSpec
-
-Metadata = TypeVar("Metadata")
 
 
 @dataclass(frozen=True)
@@ -75,7 +73,7 @@ class SlotMoves:
     dtype: torch.dtype
 
 
-class AttentionBackend(ABC, Generic[Metadata]):
+class AttentionBackend(ABC):
     """Reads and writes the layers' KV caches; holds no state of any step or layer."""
 
     @abstractmethod
@@ -86,9 +84,9 @@ class AttentionBackend(ABC, Generic[Metadata]):
         """Type of the cache's elements for a model of type `dtype`: here, the same."""
         return dtype
 
-    @abstractmethod
-    def build(self, batch: AttentionBatch) -> Metadata:
-        """What `attend` needs of a step; made once for each KV group, shared by the group's layers."""
+    def build(self, batch: AttentionBatch) -> Any:
+        """What `attend` needs of a step; made once for each KV group, shared by the group's layers: here, the batch."""
+        return batch
 
     @abstractmethod
     def attend(self, qkv: Tensor, spec: AttentionSpec, step: Step) -> Tensor:

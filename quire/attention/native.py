@@ -9,7 +9,7 @@ from ctypes import addressof
 import torch
 from torch import Tensor
 
-from quire.attention.base import AttentionBackend, AttentionBatch, AttentionSpec, SlotMoves
+from quire.attention.base import AttentionBackend, AttentionSpec, SlotMoves
 from quire.attention.step import Step
 from quire.errors import ModelLoadError
 from quire.ops.attention import attend
@@ -22,7 +22,7 @@ DIM_MULTIPLE = 32  # a head's features are padded to this in the cache
 _SCALE_BYTES = 4  # of a token and head in an int8 cache
 
 
-class NativeBackend(AttentionBackend[AttentionBatch]):
+class NativeBackend(AttentionBackend):
     """Keys and values in the layout that this CPU multiplies best; float32, bfloat16, or int8 with scales.
 
     Args:
@@ -41,9 +41,6 @@ class NativeBackend(AttentionBackend[AttentionBatch]):
 
     def kv_cache_dtype(self, dtype: torch.dtype) -> torch.dtype:
         return torch.int8 if self.int8 else dtype
-
-    def build(self, batch: AttentionBatch) -> AttentionBatch:
-        return batch
 
     def attend(self, qkv: Tensor | Value, spec: AttentionSpec, step: Step) -> Tensor:
         """Record it.

@@ -90,7 +90,7 @@ class ReferenceMetadata:
         return self._work[shape]
 
 
-class ReferenceBackend(AttentionBackend[ReferenceMetadata]):
+class ReferenceBackend(AttentionBackend):
     """Plain torch, any head size, any dtype."""
 
     def kv_cache_shape(self, num_blocks: int, block_size: int, num_kv_heads: int, head_dim: int) -> tuple[int, ...]:

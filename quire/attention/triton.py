@@ -14,7 +14,7 @@ from quire.ops.triton.pages import Kind, move_tokens, open_pages, pages_shape
 from quire.ops.triton.rope import prepare, write_virtual
 
 
-class TritonBackend(AttentionBackend[AttentionBatch]):
+class TritonBackend(AttentionBackend):
     """Keys and values of the model's type, or in eight bits with scales: whole numbers, or e4m3."""
 
     def __init__(self, kind: Kind = "model") -> None:
@@ -25,9 +25,6 @@ class TritonBackend(AttentionBackend[AttentionBatch]):
 
     def kv_cache_dtype(self, dtype: torch.dtype) -> torch.dtype:
         return dtype if self.kind == "model" else torch.int8
-
-    def build(self, batch: AttentionBatch) -> AttentionBatch:
-        return batch
 
     def attend(self, qkv: Tensor, spec: AttentionSpec, step: Step) -> Tensor:
         batch: AttentionBatch = step.attention[spec.group]

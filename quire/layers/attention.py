@@ -1,7 +1,6 @@
 """The attention block: projections around one call of the attention backend. Models build it, layers run it."""
 
 from collections.abc import Sequence
-from typing import Any
 
 from torch import Tensor, nn
 
@@ -22,7 +21,7 @@ class SelfAttention(nn.Module):
 
     def __init__(
         self,
-        backend: AttentionBackend[Any],
+        backend: AttentionBackend,
         spec: AttentionSpec,
         qkv_proj: nn.Module,
         o_proj: Linear,

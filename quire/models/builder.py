@@ -7,7 +7,6 @@ by which the KV cache is laid out. Must not know any family, nor a checkpoint's 
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -40,7 +39,7 @@ class BuildContext:
         cache_layers: what each attention layer keeps of a token, in the order of the step's caches.
     """
 
-    backend: AttentionBackend[Any]
+    backend: AttentionBackend
     formats: WeightFormats
     dtype: torch.dtype
     sharding: Sharding = field(default_factory=Sharding)

@@ -2,7 +2,6 @@
 
 import importlib
 from dataclasses import replace
-from typing import Any
 
 import torch
 
@@ -32,7 +31,7 @@ def checkpoint_format(config: ModelConfig) -> CheckpointFormat:
 
 def build_model(
     config: ModelConfig,
-    attention_backend: AttentionBackend[Any],
+    attention_backend: AttentionBackend,
     formats: WeightFormats | None = None,
     sharding: Sharding | None = None,
     stage: Stage | None = None,

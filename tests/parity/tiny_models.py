@@ -246,7 +246,7 @@ class Ours:
 
     model: CausalLM
     run: CausalLM | CompiledModel  # the model itself, or its recording
-    backend: AttentionBackend[Any]
+    backend: AttentionBackend
 
 
 def build_ours(

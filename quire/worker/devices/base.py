@@ -82,7 +82,7 @@ class Device(ABC):
     group: Group | NetworkGroup | None = None
     clock: Callable[[], float] = staticmethod(time.perf_counter)
     dtype: torch.dtype
-    backend: AttentionBackend[Any]
+    backend: AttentionBackend
     copied_bytes: int
     packs_weights: bool = False
     num_threads: int = 1

@@ -3,7 +3,6 @@
 import sys
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -15,7 +14,7 @@ sys.path[:0] = [str(Path(__file__).parent), str(Path(__file__).parent.parent / "
 
 
 @pytest.fixture(params=["reference", *(name for name in levels() if name != TORCH)])
-def backend(request: pytest.FixtureRequest) -> Iterator[AttentionBackend[Any]]:
+def backend(request: pytest.FixtureRequest) -> Iterator[AttentionBackend]:
     """The reference, then the native backend on each level of kernels there is."""
     if request.param == "reference":
         yield select_backend("reference")

@@ -62,7 +62,7 @@ def dense(sequence: Sequence, scale: float, window: int | None, **options: Any) 
 
 
 def poisoned_cache(
-    backend: AttentionBackend[Any], num_blocks: int, block_size: int, heads: tuple[int, int], dtype: torch.dtype
+    backend: AttentionBackend, num_blocks: int, block_size: int, heads: tuple[int, int], dtype: torch.dtype
 ) -> Tensor:
     """A cache for KV heads and their size in which whatever is read before it is written shows as NaN."""
     shape = backend.kv_cache_shape(num_blocks, block_size, *heads)
@@ -78,7 +78,7 @@ def make_spec(sequence: Sequence, window: int | None = None, **options: Any) -> 
     return AttentionSpec(num_heads, num_kv_heads, head_dim, window=window, **options)
 
 
-def attend_now(backend: AttentionBackend[Any], qkv: Tensor, spec: AttentionSpec, step: Step) -> Tensor:
+def attend_now(backend: AttentionBackend, qkv: Tensor, spec: AttentionSpec, step: Step) -> Tensor:
     """One layer's attention by itself: what records it is run as a program of its own."""
     if not isinstance(backend, NativeBackend):
         return backend.attend(qkv, spec, step)
@@ -94,7 +94,7 @@ def attend_now(backend: AttentionBackend[Any], qkv: Tensor, spec: AttentionSpec,
 
 
 def attend_once(
-    backend: AttentionBackend[Any],
+    backend: AttentionBackend,
     sequence: Sequence,
     spec: AttentionSpec,
     cache: Tensor,
@@ -107,7 +107,7 @@ def attend_once(
 
 
 def attend(
-    backend: AttentionBackend[Any],
+    backend: AttentionBackend,
     sequences: list[Sequence],
     steps: list[list[int]],
     block_size: int,

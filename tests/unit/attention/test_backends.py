@@ -13,7 +13,7 @@ from quire.attention.reference import ReferenceBackend
 from quire.attention.registry import select_backend
 from quire.errors import ConfigError
 
-Backend = AttentionBackend[Any]
+Backend = AttentionBackend
 DTYPES = [torch.float32, torch.bfloat16]
 HEADS = [(4, 4), (4, 2), (6, 1), (7, 1), (24, 1), (14, 2)]
 TOLERANCE = {torch.float32: 2e-6, torch.bfloat16: 1e-2}

@@ -31,7 +31,7 @@ OPTIONS: list[dict[str, Any]] = [
 @pytest.fixture(
     params=["reference", *(f"{kind}/{name}" for name in levels() if name != TORCH for kind in ("model", "int8"))]
 )
-def any_backend(request: pytest.FixtureRequest) -> Iterator[AttentionBackend[Any]]:
+def any_backend(request: pytest.FixtureRequest) -> Iterator[AttentionBackend]:
     """The reference, and the native backend on each level of kernels, with the model's type and with int8."""
     if request.param == "reference":
         yield select_backend("reference")
@@ -46,7 +46,7 @@ class Verified:
     """Sequences whose prompts are computed, each with a tree of drafts that is then computed in one step."""
 
     def __init__(
-        self, backend: AttentionBackend[Any], tree: DraftTree, lengths: list[int], dtype: torch.dtype, block_size: int
+        self, backend: AttentionBackend, tree: DraftTree, lengths: list[int], dtype: torch.dtype, block_size: int
     ) -> None:
         self.backend, self.tree, self.dtype, self.size = backend, tree, dtype, block_size
         # Of each sequence: the prompt, its newest token, the nodes, and what is to come after them.
@@ -117,7 +117,7 @@ class Verified:
 @pytest.mark.parametrize("block_size", [5, 32])
 @pytest.mark.parametrize("together", [True, False])
 def test_a_node_has_the_bits_of_a_chain(
-    any_backend: AttentionBackend[Any],
+    any_backend: AttentionBackend,
     text: str,
     options: dict[str, Any],
     dtype: torch.dtype,
@@ -142,7 +142,7 @@ def test_a_node_has_the_bits_of_a_chain(
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("block_size", [5, 32])
 def test_an_accepted_path_that_was_moved_is_a_chain(
-    any_backend: AttentionBackend[Any], options: dict[str, Any], dtype: torch.dtype, block_size: int
+    any_backend: AttentionBackend, options: dict[str, Any], dtype: torch.dtype, block_size: int
 ) -> None:
     tree = DraftTree.read(TREES[0])
     run = Verified(any_backend, tree, [0, 30, 60, 130], dtype, block_size)

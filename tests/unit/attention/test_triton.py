@@ -49,7 +49,7 @@ def _few_programs(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(attention, "AHEAD", 1)
 
 
-def backend(kind: str = "triton") -> AttentionBackend[Any]:
+def backend(kind: str = "triton") -> AttentionBackend:
     return select_backend(kind)
 
 

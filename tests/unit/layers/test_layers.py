@@ -45,7 +45,7 @@ def test_merged_linear_is_its_parts_side_by_side() -> None:
     assert not any(p.requires_grad for p in merged.parameters())
 
 
-class RecordingBackend(AttentionBackend[str]):
+class RecordingBackend(AttentionBackend):
     """Remembers what it is asked, and answers with the queries."""
 
     def __init__(self) -> None:
