@@ -22,9 +22,8 @@ from quire.layers.linear import Linear
 from quire.layers.norm import Norm
 from quire.models.registry import build_model
 from quire.models.weights import TensorSource
-from quire.quantization.base import MatrixShape
+from quire.quantization.base import MatrixShape, Unquantized
 from quire.quantization.registry import WeightFormats
-from quire.quantization.unquantized import Unquantized
 
 _BLOCK_SIZE = 16
 

@@ -15,8 +15,8 @@ from quire.models.builder import BuildContext, Builder
 from quire.models.causal_lm import CausalLM
 from quire.models.sharding import Sharding
 from quire.models.weights import CheckpointFormat
+from quire.quantization.base import Unquantized
 from quire.quantization.registry import WeightFormats, uniform
-from quire.quantization.unquantized import Unquantized
 
 __all__ = ["CausalLM", "build_model"]
 

@@ -1,15 +1,18 @@
 """The contract of a weight format: create the weights, load a checkpoint's tensors into them, multiply with them.
 
+What it does unless a format says otherwise is done with weights as they are in the checkpoint.
+
 A linear layer or an embedding is given one when it is built and calls nothing else. A format knows one matrix at a
 time and must not know models; which layers it serves is `WeightFormats`' business.
 """
 
-from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
+
+from quire import ops
 
 
 @dataclass(frozen=True)
@@ -59,17 +62,17 @@ class CheckpointSlot:
     filled: bool = False
 
 
-class QuantizationMethod(ABC):
+class QuantizationMethod:
     """How matrices of weights are kept. Holds no weights itself: one object serves every layer of a model.
 
-    `weights` is always what `create_weights` returned for the same shape.
+    `weights` is always what `create_weights` returned for the same shape. Here: `weight` [out, in] and, where the layer
+    has one, `bias` [out], multiplied by torch.
     """
 
     filled: frozenset[str] = frozenset()  # checkpoint tensors that are there from the start and need no loading
 
     suits_experts = False  # whether its weights are what `quire.ops.Experts` says: many are multiplied at once
 
-    @abstractmethod
     def create_weights(self, shape: MatrixShape, dtype: torch.dtype, name: str = "") -> dict[str, Tensor]:
         """The parameters, by name, allocated and not yet filled.
 
@@ -77,6 +80,8 @@ class QuantizationMethod(ABC):
             dtype: the activations'.
             name: the layer's, by which its weights can be kept and found again.
         """
+        forms = self.checkpoint_tensors(shape)
+        return {tensor: torch.empty(form.shape, dtype=dtype) for tensor, form in forms.items()}
 
     def of_part(self, name: str) -> "QuantizationMethod":
         """What a checkpoint's tensors of this part of a merged matrix are like."""
@@ -87,21 +92,27 @@ class QuantizationMethod(ABC):
         forms = {"weight": TensorForm((shape.out_features, shape.in_features))}
         return forms | {"bias": TensorForm((shape.out_features,))} if shape.bias else forms
 
-    @abstractmethod
     def load(self, weights: Mapping[str, Tensor], shape: MatrixShape, loaded: Tensor, start: int) -> None:
         """Put a checkpoint's `weight` into the output features from `start` on.
 
         A merged layer is loaded in parts, in any order; the tensor has been checked against `checkpoint_tensors` of
         that part. Biases are as they are everywhere: the layer loads them.
         """
+        weights["weight"][start : start + len(loaded)].copy_(loaded)
 
-    @abstractmethod
     def apply(self, weights: Mapping[str, Tensor], shape: MatrixShape, x: Tensor, *, wide: bool = False) -> Tensor:
         """[M, in_features] -> [M, out_features], with the bias where there is one; a row depends on that row alone.
 
         wide: the result may be float32 whatever the type of x, where that costs nothing (logits).
         """
+        return ops.linear(x, weights["weight"], weights.get("bias"), torch.float32 if wide else None)
 
-    @abstractmethod
     def lookup(self, weights: Mapping[str, Tensor], shape: MatrixShape, ids: Tensor, dtype: torch.dtype) -> Tensor:
         """Rows of the matrix, [T] -> [T, in_features] in `dtype`, for an embedding."""
+        return ops.embedding(ids, weights["weight"])
+
+
+class Unquantized(QuantizationMethod):
+    """Weights as they are in the checkpoint, in the model's dtype."""
+
+    suits_experts = True

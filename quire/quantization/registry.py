@@ -5,11 +5,10 @@ from dataclasses import dataclass, field
 from typing import Protocol
 
 from quire.ops.native.structs import Type
-from quire.quantization.base import QuantizationMethod
+from quire.quantization.base import QuantizationMethod, Unquantized
 from quire.quantization.coded import MADE, Coded
 from quire.quantization.grouped import KEPT
 from quire.quantization.packed import Packed, PackedParts, Packing
-from quire.quantization.unquantized import Unquantized
 
 PACKED_AS_THEY_ARE = [type for type in Type if type is Type.W8A8 or type >= Type.Q4_0]  # blocks, of codes or integers
 

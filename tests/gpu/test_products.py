@@ -15,9 +15,9 @@ from quire.layers.linear import Linear, Place
 from quire.layers.mlp import GatedMLP
 from quire.layers.moe import MixtureOfExperts, Routing
 from quire.ops.grouped import expand, pack_int4
+from quire.quantization.base import Unquantized
 from quire.quantization.coded import Coded
 from quire.quantization.grouped import KEPT
-from quire.quantization.unquantized import Unquantized
 
 if not torch.cuda.is_available():
     pytest.skip("needs a GPU", allow_module_level=True)

@@ -14,8 +14,8 @@ from quire.config.gguf import read_gguf
 from quire.config.model import ModelConfig
 from quire.models.gguf import GGUFTypes
 from quire.models.registry import build_model
+from quire.quantization.base import Unquantized
 from quire.quantization.registry import uniform
-from quire.quantization.unquantized import Unquantized
 from quire.worker.weights.load import load_model_weights
 
 pytest.importorskip("transformers")

@@ -16,8 +16,7 @@ from quire.layers.linear import Linear, Place
 from quire.layers.mlp import MLP, GatedMLP
 from quire.layers.norm import LayerNorm, RMSNorm
 from quire.layers.rotary import RopeParameters, rope_table
-from quire.quantization.base import MatrixShape
-from quire.quantization.unquantized import Unquantized
+from quire.quantization.base import MatrixShape, Unquantized
 
 F32 = torch.float32
 PLACE = Place("", Unquantized(), F32)

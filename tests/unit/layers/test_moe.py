@@ -11,9 +11,8 @@ from quire.layers.mlp import GatedMLP
 from quire.layers.moe import MixtureOfExperts, Routing
 from quire.ops.native.builder import ProgramBuilder
 from quire.ops.native.library import TORCH, levels
-from quire.quantization.base import QuantizationMethod
+from quire.quantization.base import QuantizationMethod, Unquantized
 from quire.quantization.packed import Packed, Packing
-from quire.quantization.unquantized import Unquantized
 
 SIZE, INNER, EXPERTS = 32, 48, 5
 

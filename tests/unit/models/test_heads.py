@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from quire.errors import ModelLoadError
 from quire.layers.linear import Linear, Place
 from quire.models.heads import fill_heads, open_heads
-from quire.quantization.unquantized import Unquantized
+from quire.quantization.base import Unquantized
 
 NAMES = {"0.linear.weight": "first.weight", "0.linear.bias": "first.bias"}
 

@@ -17,11 +17,10 @@ from quire.ops.native.builder import ProgramBuilder, StepIndex
 from quire.ops.native.library import levels
 from quire.ops.native.matrix import PackedMatrix
 from quire.ops.native.structs import Type
-from quire.quantization.base import MatrixShape, QuantizationMethod, TensorForm
+from quire.quantization.base import MatrixShape, QuantizationMethod, TensorForm, Unquantized
 from quire.quantization.coded import MADE, Coded
 from quire.quantization.packed import Packed, PackedParts, Packing
 from quire.quantization.registry import select_formats
-from quire.quantization.unquantized import Unquantized
 
 F32, BF16 = torch.float32, torch.bfloat16
 PARTS = {"q_proj": 21, "k_proj": 5, "v_proj": 40}

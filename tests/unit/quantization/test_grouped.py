@@ -8,11 +8,10 @@ from torch import Tensor
 
 from quire.layers.linear import Linear, Place
 from quire.models.packings import Numbers
-from quire.quantization.base import MatrixShape
+from quire.quantization.base import MatrixShape, Unquantized
 from quire.quantization.coded import Coded
 from quire.quantization.grouped import KEPT
 from quire.quantization.registry import select_formats
-from quire.quantization.unquantized import Unquantized
 
 F32, BF16, F16 = torch.float32, torch.bfloat16, torch.float16
 PARTS = {"q_proj": 21, "k_proj": 5, "v_proj": 40}

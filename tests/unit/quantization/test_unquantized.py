@@ -2,8 +2,7 @@
 
 import torch
 
-from quire.quantization.base import MatrixShape, TensorForm
-from quire.quantization.unquantized import Unquantized
+from quire.quantization.base import MatrixShape, TensorForm, Unquantized
 
 
 def test_parts_are_loaded_side_by_side_and_cast() -> None:

@@ -33,9 +33,9 @@ from quire.ops.table import OPERATIONS
 from quire.ops.triton import install
 from quire.ops.triton.sampler import rehearse
 from quire.ops.triton.tiles import Processors
+from quire.quantization.base import Unquantized
 from quire.quantization.coded import Coded
 from quire.quantization.grouped import KEPT
-from quire.quantization.unquantized import Unquantized
 from quire.sampling.device import DeviceSampler
 from quire.sampling.state import SamplingState
 from quire.sampling.tokens import SequenceTokens

@@ -13,10 +13,9 @@ from quire.layers.linear import Linear, Place
 from quire.layers.mlp import GatedMLP
 from quire.layers.moe import MixtureOfExperts, Routing
 from quire.models.packings import Numbers
-from quire.quantization.base import MatrixShape, QuantizationMethod, TensorForm
+from quire.quantization.base import MatrixShape, QuantizationMethod, TensorForm, Unquantized
 from quire.quantization.coded import Coded
 from quire.quantization.grouped import KEPT
-from quire.quantization.unquantized import Unquantized
 
 SIZES = (40, 24)  # of hidden states, and within an expert
 
