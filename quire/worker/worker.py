@@ -24,8 +24,9 @@ from quire.protocol.step import SampleGuide, StepPlan, StepResult
 from quire.protocol.worker import CallReply, CheckIntegrity, PlaceAdapters, WorkerReply, WorkerReport
 from quire.sampling.accept import Rule
 from quire.speculative.base import Proposer
+from quire.speculative.ngram import NgramProposer
 from quire.speculative.pace import Pace, StepCosts
-from quire.speculative.registry import make_proposer
+from quire.speculative.suffix import SuffixProposer
 from quire.worker.adapters import Adapters
 from quire.worker.ahead import Ahead
 from quire.worker.blockfiles import BlockFiles, BlockFolder
@@ -58,6 +59,7 @@ DRAFTERS: dict[str, Callable[[WorkerConfig, Device, CausalLM], Drafter]] = {
     "eagle": EagleModel,
     "eagle3": EagleModel,
 }
+PROPOSERS = {"ngram": NgramProposer, "suffix": SuffixProposer}  # likewise, what drafts without one
 
 
 @dataclass
@@ -195,7 +197,7 @@ class Worker:
         if drafter is not None:
             proposer = drafter.proposer(model, table, cache.tensors[len(self._model.cache_layers) :])
         elif speculative is not None and config.stage.is_last:
-            proposer = make_proposer(speculative)
+            proposer = PROPOSERS[speculative.method](speculative)
         runner = ModelRunner(self.device, model, cache, table, poison=config.debug)
         runner.adapters = self._adapters
         if proposer is None and self.device.draws:  # what drafts reads tokens from the rows
