@@ -8,8 +8,8 @@ don't see the difference (`quire.ops.table`). Nothing here knows models, batches
 # ruff: noqa: F401 - others import these from here
 
 from quire.ops.activation import gelu, gelu_and_mul, gelu_tanh, gelu_tanh_and_mul, relu, silu, silu_and_mul
-from quire.ops.add import add
 from quire.ops.attention import attend, paged_attention
+from quire.ops.elementwise import add, scale, softcap
 from quire.ops.embedding import embedding
 from quire.ops.experts import Experts, Owners, mix, route
 from quire.ops.gather import gather, gather_rows, own_rows, reduce
@@ -19,5 +19,3 @@ from quire.ops.lora import Adapted, AdaptedRows, LoraLayer, LoraMatrices, TokenS
 from quire.ops.norm import add_rms_norm, layer_norm, rms_norm
 from quire.ops.quantized import integer_linear, quantized_linear
 from quire.ops.rope import AttentionSpec, prepare, rotary, write_kv
-from quire.ops.scale import scale
-from quire.ops.softcap import softcap

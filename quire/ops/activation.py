@@ -7,9 +7,9 @@ from functools import partial
 import torch
 from torch import Tensor
 
+from quire.ops.elementwise import in_blocks
 from quire.ops.native.builder import Value
 from quire.ops.native.structs import GATED, Epilogue
-from quire.ops.rows import in_blocks
 from quire.ops.table import Operation, op
 
 

@@ -3,9 +3,8 @@
 import torch.nn.functional as F
 from torch import Tensor
 
-from quire.ops.add import add
+from quire.ops.elementwise import add, in_blocks
 from quire.ops.native.builder import Value
-from quire.ops.rows import in_blocks
 from quire.ops.table import op
 
 

@@ -10,10 +10,10 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from quire.ops.elementwise import in_blocks
 from quire.ops.lora import LoraLayer
 from quire.ops.native.builder import Value
 from quire.ops.native.structs import c_struct
-from quire.ops.rows import in_blocks
 from quire.ops.table import op
 
 MAX_HEAD_DIM = 512  # as kMaxHeadDim in csrc/rope.h
