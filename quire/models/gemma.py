@@ -27,18 +27,14 @@ from quire.models.settings import number
 TANH_GELU = "gelu_pytorch_tanh"
 
 
-class SandwichLayer(nn.Module):
+class SandwichLayer(DecoderLayer):
     """``x += norm(attention(norm(x))); x += norm(mlp(norm(x)))``, along a residual stream as `DecoderLayer`."""
 
     def __init__(self, norms: Sequence[RMSNorm], self_attn: SelfAttention, mlp: GatedMLP) -> None:
         """`norms`: the four of them, in the order in which they are applied."""
-        super().__init__()
         before_attention, after_attention, before_mlp, after_mlp = norms
-        self.input_layernorm = before_attention
-        self.self_attn = self_attn
-        self.post_attention_layernorm = after_attention
+        super().__init__(before_attention, self_attn, after_attention, mlp)
         self.pre_feedforward_layernorm = before_mlp
-        self.mlp = mlp
         self.post_feedforward_layernorm = after_mlp
 
     def forward(self, x: Tensor, residual: Tensor | None, step: Step) -> tuple[Tensor, Tensor]:
