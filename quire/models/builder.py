@@ -20,10 +20,10 @@ from quire.layers.linear import Linear, Place, Shard
 from quire.layers.mlp import MLP, GatedMLP
 from quire.layers.moe import MixtureOfExperts, Routing
 from quire.layers.norm import LayerNorm, RMSNorm
-from quire.models.elsewhere import Elsewhere
 from quire.models.joined import JoinedLinear
 from quire.models.sharding import Sharding
 from quire.protocol.cache import CacheGroup, LayerCache, group_layers
+from quire.quantization.base import MatrixShape, TensorForm, Unquantized
 from quire.quantization.registry import WeightFormats
 
 
@@ -74,6 +74,16 @@ class AttentionForm:
     output_bias: bool = False
     head_norms: bool = False
     fused: bool = False
+
+
+class _Elsewhere(Unquantized):
+    """The weights of what another stage of the model computes: there are none here, and nothing multiplies with them.
+
+    A checkpoint has none of their tensors for this stage, and so there are no parameters.
+    """
+
+    def checkpoint_tensors(self, shape: MatrixShape) -> dict[str, TensorForm]:
+        return {}
 
 
 class _PassedBy(nn.Module):
@@ -241,5 +251,5 @@ class Builder:
 
     def _place(self, name: str, *, parts: tuple[str, ...] = (), table: bool = False) -> Place:
         full, context = self.name(name), self.context
-        method = context.formats.method_for(full, parts=parts, table=table) if self.here else Elsewhere()
+        method = context.formats.method_for(full, parts=parts, table=table) if self.here else _Elsewhere()
         return Place(full, method, context.dtype)
