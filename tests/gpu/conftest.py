@@ -20,6 +20,7 @@ from quire.worker.devices.base import Device
 from quire.worker.devices.cpu import CpuDevice
 from quire.worker.devices.cuda import CudaDevice
 from tests.host_stream import HostDevice, HostStream
+from tests.kernels import uninstall
 
 HAS_GPU = torch.cuda.is_available()
 if not HAS_GPU:
@@ -61,8 +62,6 @@ def devices(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> 
     made = Devices(request.param == "interpreted")
     monkeypatch.setattr(worker, "make_device", made.make)
     yield made
-    from quire.ops.triton import uninstall
-
     uninstall()
 
 

@@ -18,6 +18,7 @@ from quire.ops.grouped import expand, pack_int4
 from quire.quantization.base import Unquantized
 from quire.quantization.coded import Coded
 from quire.quantization.grouped import KEPT
+from tests.kernels import uninstall
 
 if not torch.cuda.is_available():
     pytest.skip("needs a GPU", allow_module_level=True)
@@ -36,12 +37,6 @@ def _installed():
     install("cuda")
     with torch.inference_mode():
         yield
-    uninstall()
-
-
-def uninstall() -> None:
-    from quire.ops.triton import uninstall
-
     uninstall()
 
 

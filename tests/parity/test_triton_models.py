@@ -9,6 +9,8 @@ from typing import Any
 import pytest
 import torch
 
+from tests.kernels import uninstall
+
 pytest.importorskip("transformers")
 pytest.importorskip("triton")
 sys.path.append(str(Path(__file__).parent))
@@ -35,7 +37,7 @@ CASES = [
 def kernels() -> Iterator[None]:
     if torch.cuda.is_available():
         pytest.skip("on a machine with a GPU the kernels are not interpreted")
-    from quire.ops.triton import install, uninstall
+    from quire.ops.triton import install
 
     install("cpu")
     yield
@@ -44,7 +46,7 @@ def kernels() -> Iterator[None]:
 
 @pytest.mark.parametrize(("name", "quantization", "dtype"), CASES)
 def test_a_model(kernels: None, name: str, quantization: str | None, dtype: str, tmp_path: Path) -> None:
-    from quire.ops.triton import install, uninstall
+    from quire.ops.triton import install
 
     tiny.save(tiny.build_theirs(name), tmp_path)
     ours = tiny.build_ours(tmp_path, dtype, quantization=quantization, max_model_len=256)

@@ -27,9 +27,3 @@ def install(device_type: str = "cuda", *, fast_gemm: bool = False) -> None:
     """
     for name, kernel in (KERNELS | ({"linear": fast_linear} if fast_gemm else {})).items():
         OPERATIONS[name].kernel, OPERATIONS[name].kernel_device = kernel, device_type
-
-
-def uninstall() -> None:
-    """Back to the references."""
-    for operation in OPERATIONS.values():
-        operation.kernel = None

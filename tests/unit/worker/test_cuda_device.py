@@ -20,6 +20,7 @@ from quire.worker.devices.select import make_device
 from quire.worker.gather import StepArrays
 from quire.worker.worker import Place, Worker
 from tests.host_stream import HostStream
+from tests.kernels import uninstall
 
 
 @pytest.fixture
@@ -92,8 +93,6 @@ def test_options_that_a_gpu_can_not_have(config: Any, options: dict[str, Any], m
         with pytest.raises(ConfigError, match=message):
             CudaDevice(config(**options), stream)
     finally:
-        from quire.ops.triton import uninstall
-
         uninstall()
 
 

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from quire import ops
 from quire.ops.table import OPERATIONS, op
+from tests.kernels import uninstall
 
 
 def test_a_kernel_takes_the_tensors_of_its_device_only() -> None:
@@ -29,7 +30,7 @@ def test_a_kernel_takes_the_tensors_of_its_device_only() -> None:
 
 
 def test_install_and_uninstall() -> None:
-    from quire.ops.triton import KERNELS, install, uninstall
+    from quire.ops.triton import KERNELS, install
 
     assert KERNELS.keys() <= OPERATIONS.keys()
     install("meta")
@@ -42,7 +43,7 @@ def test_install_and_uninstall() -> None:
 
 
 def test_products_by_the_vendor() -> None:
-    from quire.ops.triton import install, uninstall
+    from quire.ops.triton import install
 
     x, weight, bias = torch.randn(3, 8), torch.randn(5, 8), torch.randn(5)
     install("cpu", fast_gemm=True)
