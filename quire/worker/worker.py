@@ -132,10 +132,8 @@ class Worker:
             quantization=config.quantization,
             kv_cache_dtype=config.kv_cache_dtype,
             num_parameters=self._model.num_parameters,
-            num_files=loaded.num_files,
-            num_bytes=loaded.num_bytes,
             weight_bytes=sum({weight.data_ptr(): weight.nbytes for weight in held}.values()),
-            seconds=loaded.seconds,
+            **vars(loaded),
         )
 
     def cache_report(self) -> CacheReport:

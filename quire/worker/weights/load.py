@@ -23,7 +23,7 @@ from quire.models.weights import TensorSource
 
 @dataclass(frozen=True)
 class LoadReport:
-    """What loading took, for the start-up log."""
+    """What loading took, for the start-up log: fields of `WorkerReport`."""
 
     num_files: int  # 0 for dummy weights
     num_bytes: int  # tensor bytes of the files; for dummy weights the parameters' own
