@@ -12,7 +12,7 @@ from quire.entrypoints.server.middleware import client_of, identify
 from quire.entrypoints.server.responses import encode
 from quire.entrypoints.server.responses_request import ResponsesRequest
 from quire.entrypoints.server.responses_service import ResponsesService
-from quire.entrypoints.server.sse import CONTENT_TYPES, EventStream, respond
+from quire.entrypoints.server.sse import CONTENT_TYPES, EventStream, JsonParts, respond
 from quire.entrypoints.server.state import get_state
 from quire.errors import InvalidRequestError, NotYetSupportedError
 
@@ -63,7 +63,7 @@ async def get_response(
         )
     if starting_after is not None:
         raise InvalidRequestError("starting_after needs stream=true.", "starting_after")
-    return _json((await service.get(response_id, client)).response)
+    return JsonParts([encode((await service.get(response_id, client)).response)])
 
 
 @router.delete(f"{PATH}/{{response_id}}", tags=["responses"])
@@ -76,7 +76,7 @@ async def delete_response(response_id: str, request: Request, service: Service) 
 @router.post(f"{PATH}/{{response_id}}/cancel", tags=["responses"])
 async def cancel_response(response_id: str, request: Request, service: Service) -> Response:
     """End a response in the background."""
-    return _json(await service.cancel(response_id, client_of(request.scope)))
+    return JsonParts([encode(await service.cancel(response_id, client_of(request.scope)))])
 
 
 @router.get(f"{PATH}/{{response_id}}/input_items", tags=["responses"])
@@ -98,8 +98,4 @@ async def list_input_items(
         items = items[places[0] + 1 :]
     page = items[:limit]
     ends = {"first_id": page[0]["id"] if page else "", "last_id": page[-1]["id"] if page else ""}
-    return _json({"object": "list", "data": page, "has_more": len(items) > limit, **ends})
-
-
-def _json(value: dict[str, Any]) -> Response:
-    return Response(encode(value), media_type="application/json")
+    return JsonParts([encode({"object": "list", "data": page, "has_more": len(items) > limit, **ends})])
