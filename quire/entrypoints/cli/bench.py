@@ -86,8 +86,7 @@ def run_throughput(namespace: Namespace) -> None:
     if (name := namespace.dataset_name) and (name == "random") is bool(namespace.dataset):
         raise ConfigError(f"--dataset-name {name} {'takes no' if namespace.dataset else 'needs a'} --dataset-path.")
     if namespace.dataset:
-        read = read_prompts(namespace.dataset, "--dataset", namespace.num_prompts, namespace.output_len)
-        requests = [(prompt if isinstance(prompt, str) else {"prompt_token_ids": prompt}, n) for prompt, n in read]
+        requests = read_prompts(namespace.dataset, "--dataset", namespace.num_prompts, namespace.output_len)
     llm, _ = load(namespace)
     engine = _tell_engine(llm)
     if not requests:

@@ -92,7 +92,7 @@ def test_bench_throughput_of_a_dataset(fake_llm: Any, tmp_path: Path, capsys: py
     assert main(["bench", "throughput", "--dataset", str(tmp_path / "d.jsonl"), "--output-len", "8"]) == 0
     assert main(["bench", "throughput", "--dataset", str(tmp_path / "d.txt"), "--num-prompts", "1"]) == 0
     prompts, params = fake_llm.made[0].calls[0]
-    assert prompts == ["a", {"prompt_token_ids": [4, 5]}, "c"]
+    assert prompts == ["a", [4, 5], "c"]
     assert [p.max_tokens for p in params] == [2, 8, 8]
     assert fake_llm.made[1].calls[0][0] == ["a"]
     assert main(["bench", "throughput", "--dataset", str(tmp_path / "bad.jsonl")]) == 2

@@ -230,8 +230,7 @@ def _workloads(namespace: Namespace, batch: int) -> Iterator[Workload]:
     """The texts; what copies is greedy, what is made up is drawn, as small models repeat themselves else."""
     length = namespace.output_len
     if namespace.dataset:
-        read = read_prompts(namespace.dataset, "--dataset", batch, length)
-        prompts = [prompt if isinstance(prompt, str) else {"prompt_token_ids": prompt} for prompt, _ in read]
+        prompts = [prompt for prompt, _ in read_prompts(namespace.dataset, "--dataset", batch, length)]
         yield Workload("dataset", [prompts[i % len(prompts)] for i in range(batch)], _params(batch, length, 0.0))
         return
     yield Workload("copies", [COPIES] * batch, _params(batch, length, 0.0))
