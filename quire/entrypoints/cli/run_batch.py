@@ -189,13 +189,17 @@ class Batch:
     def __init__(self, state: "ServerState") -> None:
         from quire.entrypoints.server.chat_request import ChatCompletionRequest
         from quire.entrypoints.server.completion_request import CompletionRequest
+        from quire.entrypoints.server.dialects.chat import read_chat
+        from quire.entrypoints.server.dialects.completions import read_completion
+        from quire.entrypoints.server.dialects.embeddings import read_embedding
         from quire.entrypoints.server.embedding_request import EmbeddingRequest
-        from quire.entrypoints.server.turn_routes import chat_service, completion_service, embedding_service
+        from quire.entrypoints.server.event_service import EventService
+        from quire.entrypoints.server.service import TurnService
 
         self._routes: dict[str, tuple[Callable[..., Any], Any]] = {
-            "/v1/completions": (CompletionRequest.model_validate, completion_service(state)),
-            "/v1/chat/completions": (ChatCompletionRequest.model_validate, chat_service(state)),
-            "/v1/embeddings": (EmbeddingRequest.model_validate, embedding_service(state)),
+            "/v1/completions": (CompletionRequest.model_validate, TurnService(state, read_completion)),
+            "/v1/chat/completions": (ChatCompletionRequest.model_validate, TurnService(state, read_chat)),
+            "/v1/embeddings": (EmbeddingRequest.model_validate, EventService(state, read_embedding)),
         }
 
     async def answer(self, line: bytes) -> Answer:

@@ -1,8 +1,8 @@
 """The routes that have the model write: completions, chat, Anthropic's messages; and what they would give the model.
 
-`quire run-batch` uses the services behind completions, chat and vectors. /render is for who wants to see a template's
-work, or to send the tokens elsewhere, count_tokens for who wants their number: the dialects read the bodies, as for an
-answer.
+`quire run-batch` has services of its own for completions, chat and vectors. /render is for who wants to see a
+template's work, or to send the tokens elsewhere, count_tokens for who wants their number: the dialects read the bodies,
+as for an answer.
 """
 
 import asyncio
@@ -25,7 +25,7 @@ from quire.entrypoints.server.event_service import EventService
 from quire.entrypoints.server.messages_request import ConversationRequest, MessagesRequest
 from quire.entrypoints.server.middleware import identify, outlet_of
 from quire.entrypoints.server.responses import encode
-from quire.entrypoints.server.service import Outlet, TurnRequest, TurnService
+from quire.entrypoints.server.service import TurnRequest, TurnService
 from quire.entrypoints.server.sse import CONTENT_TYPES, respond
 from quire.entrypoints.server.state import ServerState, get_state
 from quire.entrypoints.server.unknown_fields import warn_client
@@ -37,13 +37,13 @@ router = APIRouter(route_class=JsonRoute)
 @router.post("/v1/completions", tags=["completions"], responses=CONTENT_TYPES)
 async def create_completion(body: CompletionRequest, request: Request) -> Response:
     """Go on with one or more prompts."""
-    return await respond(request, completion_service(get_state(request), outlet_of(request.scope)), body)
+    return await respond(request, TurnService(get_state(request), read_completion, outlet_of(request.scope)), body)
 
 
 @router.post("/v1/chat/completions", tags=["chat"], responses=CONTENT_TYPES)
 async def create_chat_completion(body: ChatCompletionRequest, request: Request) -> Response:
     """Answer a conversation."""
-    return await respond(request, chat_service(get_state(request), outlet_of(request.scope)), body)
+    return await respond(request, TurnService(get_state(request), read_chat, outlet_of(request.scope)), body)
 
 
 @router.post("/v1/chat/completions/batch", tags=["chat"], responses=CONTENT_TYPES)  # as vLLM has it
@@ -61,7 +61,7 @@ async def create_message(body: MessagesRequest, request: Request) -> Response:
 @router.post("/v1/embeddings", tags=["embeddings"])
 async def create_embedding(body: EmbeddingRequest, request: Request) -> Response:
     """Texts as vectors."""
-    return await respond(request, embedding_service(get_state(request)), body)
+    return await respond(request, EventService(get_state(request), read_embedding), body)
 
 
 @router.post("/pooling", include_in_schema=False)  # as vLLM has it
@@ -78,21 +78,6 @@ async def invoke(body: dict[str, Any], request: Request) -> Response:
     if "messages" in body:
         return await create_chat_completion(validated(ChatCompletionRequest, body), request)
     return await create_completion(validated(CompletionRequest, body), request)
-
-
-def completion_service(state: ServerState, outlet: Outlet | None = None) -> TurnService[CompletionRequest]:
-    """What answers completion requests, over HTTP or not."""
-    return TurnService(state, read_completion, outlet)
-
-
-def chat_service(state: ServerState, outlet: Outlet | None = None) -> TurnService[ChatCompletionRequest]:
-    """What answers chat requests, over HTTP or not."""
-    return TurnService(state, read_chat, outlet)
-
-
-def embedding_service(state: ServerState) -> EventService[EmbeddingRequest]:
-    """What answers requests for vectors, over HTTP or not."""
-    return EventService(state, read_embedding)
 
 
 class TokenCount(BaseModel):

@@ -21,7 +21,7 @@ from quire.errors import ConfigError, EngineDeadError, InvalidRequestError, Quir
 class FakeService:
     """In the place of all services: answers with the id of the request, or fails as the test says."""
 
-    def __init__(self, state: Any) -> None:
+    def __init__(self, state: Any, read: Any) -> None:
         self._fail: Callable[[Any], None] = state
 
     async def create(self, body: Any, request_id: str) -> Any:
@@ -42,8 +42,8 @@ def batch(monkeypatch: pytest.MonkeyPatch) -> Batch:
             case "deadly":
                 raise EngineDeadError("the engine died.")
 
-    for kind in ("chat", "completion", "embedding"):
-        monkeypatch.setattr(f"quire.entrypoints.server.turn_routes.{kind}_service", FakeService)
+    for name in ("service.TurnService", "event_service.EventService"):
+        monkeypatch.setattr(f"quire.entrypoints.server.{name}", FakeService)
     return Batch(fail)  # type: ignore[arg-type]
 
 

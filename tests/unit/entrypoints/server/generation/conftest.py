@@ -14,9 +14,11 @@ from fastapi.testclient import TestClient
 from quire.config.engine_args import EngineArgs
 from quire.engine.async_llm import AsyncLLM, AsyncOptions
 from quire.entrypoints.server.app import build_app
+from quire.entrypoints.server.dialects.chat import read_chat
+from quire.entrypoints.server.dialects.completions import read_completion
 from quire.entrypoints.server.options import ServerArgs
+from quire.entrypoints.server.service import TurnService
 from quire.entrypoints.server.state import ServerState
-from quire.entrypoints.server.turn_routes import chat_service, completion_service
 from quire.protocol.core import Abort, Add, Dead, Finish, News, Ready
 from quire.protocol.requests import NewRequest, PoolingTask, SamplingTask
 from quire.protocol.stats import EngineStats
@@ -151,8 +153,8 @@ class Server:
             AsyncOptions(max_num_queued_reqs=queued),
         )
         self.state = ServerState(self.llm, ServerArgs(**options), ["demo", "alias"])
-        self.completions = completion_service(self.state)
-        self.chat = chat_service(self.state)
+        self.completions = TurnService(self.state, read_completion)
+        self.chat = TurnService(self.state, read_chat)
         self.app = build_app(self.state)
 
     @property

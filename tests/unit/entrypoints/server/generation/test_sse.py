@@ -11,9 +11,10 @@ import pytest
 
 from quire.entrypoints.server.chat_request import ChatCompletionRequest
 from quire.entrypoints.server.completion_request import CompletionRequest
+from quire.entrypoints.server.dialects.completions import read_completion
 from quire.entrypoints.server.responses import ChatChunk, CompletionResponse
+from quire.entrypoints.server.service import TurnService
 from quire.entrypoints.server.sse import EventStream, event, while_connected
-from quire.entrypoints.server.turn_routes import completion_service
 from quire.errors import InvalidRequestError, RequestFailedError
 
 Message = dict[str, Any]
@@ -251,7 +252,7 @@ def sent_past(server: Any, ready: list[bool], **fields: Any) -> tuple[Wire, Shor
     body = CompletionRequest.model_validate({"prompt": [5], "max_tokens": 9, "stream": True, **fields})
 
     async def talk() -> None:
-        service = completion_service(server.state, outlet)
+        service = TurnService(server.state, read_completion, outlet)
         await EventStream(service.stream(body, "r"))({"type": "http"}, wire.receive, wire.send)
 
     asyncio.run(talk())
