@@ -106,7 +106,7 @@ FAMILIES = (
     Family(
         "MistralForCausalLM",
         "mistral",
-        "quire.models.llama:build_mistral",
+        "quire.models.llama:build_llama",
         {"num_key_value_heads": 8, "sliding_window": 4096},
         tokenizer_overrides=True,
     ),

@@ -46,11 +46,6 @@ def build(config: ModelConfig, builder: Builder) -> CausalLM:
     return build_llama(config, builder, LlamaShape(bias, bias, feed_forward=_gated_mlp(config, mlp_bias)))
 
 
-def build_mistral(config: ModelConfig, builder: Builder) -> CausalLM:
-    """MistralForCausalLM."""
-    return build_llama(config, builder, LlamaShape())
-
-
 def build_qwen2(config: ModelConfig, builder: Builder) -> CausalLM:
     """Qwen2ForCausalLM."""
     return build_llama(config, builder, LlamaShape(qkv_bias=True))
@@ -67,8 +62,8 @@ def build_phi3(config: ModelConfig, builder: Builder) -> CausalLM:
     return build_llama(config, builder, LlamaShape(fused=True, feed_forward=_gated_mlp(config, fused=True)))
 
 
-def build_llama(config: ModelConfig, builder: Builder, shape: LlamaShape) -> CausalLM:
-    """A model of Llama's shape."""
+def build_llama(config: ModelConfig, builder: Builder, shape: LlamaShape = LlamaShape()) -> CausalLM:
+    """A model of Llama's shape; without switches, MistralForCausalLM."""
     size, eps = config.hidden_size, number(config, "rms_norm_eps", 1e-6)
     spec = llama_attention(config, build_rope(config))
     feed_forward = shape.feed_forward or _gated_mlp(config)
