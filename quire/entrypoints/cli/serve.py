@@ -3,7 +3,6 @@
 The web libraries and the engine come in once the command line is known to be in order.
 """
 
-import logging
 import os
 import signal
 from argparse import SUPPRESS, ArgumentParser, Namespace
@@ -14,8 +13,7 @@ from quire.entrypoints.cli.flags import add_engine_flags, add_option_flags, engi
 from quire.entrypoints.server.catalog import Catalog, is_catalog, read_catalog
 from quire.entrypoints.server.options import ServerArgs
 from quire.errors import ConfigError
-
-logger = logging.getLogger(__name__)
+from quire.utils.logs import logger
 
 
 def add_flags(parser: ArgumentParser) -> None:
