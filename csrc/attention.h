@@ -141,15 +141,22 @@ void gather(const Sight& sight, int64_t chunk, int64_t low, int64_t high, float*
 constexpr int kRowsAtOnce = 4;                                            // of queries, that share what is read of a chunk
 constexpr int vectors_at_once(int rows) { return 8 / rows; }  // sums in registers then: enough to hide what adding takes
 
+// Where a vector's keys of a chunk lie, a feature after the other so far apart.
+template <class T>
+struct ChunkKeys {
+    const T* vectors[kChunk / kLanes];
+    int64_t stride;
+};
+
 // What some rows, `query` scaled, make of a chunk's keys: scores [row][key of the chunk].
-template <int kRows>
-QUIRE_ONE_COPY void score_keys(const float* query, const float* keys, int64_t dim, float* scores) {
+template <int kRows, class T>
+QUIRE_ONE_COPY void score_keys(const float* query, const ChunkKeys<T>& keys, int64_t dim, float* scores) {
     constexpr int kVectors = kChunk / kLanes, kWide = std::min(vectors_at_once(kRows), kVectors);
     for (int first = 0; first < kVectors; first += kWide) {
         vf acc[kRows][kWide] = {};
         for (int64_t d = 0; d < dim; d++) {
             vf key[kWide];
-            for (int j = 0; j < kWide; j++) key[j] = load(keys + d * kChunk + (first + j) * kLanes);
+            for (int j = 0; j < kWide; j++) key[j] = load(keys.vectors[first + j] + d * keys.stride);
             for (int r = 0; r < kRows; r++)
                 for (int j = 0; j < kWide; j++) acc[r][j] += query[r * dim + d] * key[j];
         }
@@ -180,8 +187,8 @@ QUIRE_ONE_COPY inline void weigh_keys(float* scores, int64_t dim, int64_t first_
 }
 
 // Adds the values of keys [begin, end) to the sums of some rows, all of which see them.
-template <int kRows>
-QUIRE_ONE_COPY void add_values(const float* weights, const float* values, int64_t dim, int64_t begin, int64_t end, float* weighted) {
+template <int kRows, class T>
+QUIRE_ONE_COPY void add_values(const float* weights, const T* values, int64_t dim, int64_t begin, int64_t end, float* weighted) {
     constexpr int kWide = vectors_at_once(kRows);
     for (int64_t d = 0; d < dim; d += kWide * kLanes)
         with_rows<kWide>((dim - d) / kLanes, [&](auto n) {
@@ -327,15 +334,42 @@ struct RowKernel {
         }
         for (int64_t chunk = low / kChunk * kChunk; chunk < high; chunk += kChunk)
             for_views(sight, chunk, high, [&](int64_t stop, int64_t first_row, int64_t end_row) {
-                gather<Cached>(sight, chunk, low > chunk ? low : chunk, stop, keys, values);
-                for (int64_t r = first_row; r < end_row; r += kRowsAtOnce)
-                    with_rows<kRowsAtOnce>(end_row - r, [&](auto rows) { attend_chunk<rows>(sight, chunk, r, query, keys, values, partial); });
+                const int64_t start = low > chunk ? low : chunk;
+                auto attend = [&](const auto& lie, const auto& for_values) {
+                    for (int64_t r = first_row; r < end_row; r += kRowsAtOnce)
+                        with_rows<kRowsAtOnce>(end_row - r, [&](auto rows) { attend_chunk<rows>(sight, chunk, r, query, lie, for_values, partial); });
+                };
+                if constexpr (sizeof(Cached) > 1) {
+                    if (end_row - first_row <= kRowsAtOnce && a.cache_shape.block_size % kLanes == 0 && stop <= sight.tail)
+                        return attend(cached_keys(sight, chunk, start, stop), [&](int64_t begin, int64_t end, const auto& body) {
+                            sight.for_blocks(chunk + begin, chunk + end, [&](int64_t position, int64_t offset, int64_t count) {
+                                const int64_t at = position - chunk;
+                                body(reinterpret_cast<const Cached*>(sight.head(position, true)) + (offset - at) * dim, at, at + count);
+                            });
+                        });
+                }
+                gather<Cached>(sight, chunk, start, stop, keys, values);
+                ChunkKeys<float> gathered{{}, kChunk};
+                for (int64_t i = 0; i < kChunk; i += kLanes) gathered.vectors[i / kLanes] = keys + i;
+                attend(gathered, [&](int64_t begin, int64_t end, const auto& body) { body(values, begin, end); });
             });
     }
 
-    // Rows of the task from `first` on meet a chunk.
-    template <int kRows>
-    void attend_chunk(const Sight& sight, int64_t chunk, int64_t first, const float* query, const float* keys, const float* values, Partial partial) const {
+    // Few rows read keys where they lie in the cache; those that none of them sees anywhere.
+    static ChunkKeys<Cached> cached_keys(const Sight& sight, int64_t chunk, int64_t low, int64_t high) {
+        const int64_t size = sight.a.cache_shape.block_size;
+        ChunkKeys<Cached> keys{{}, size};
+        for (int64_t i = 0; i < kChunk; i += kLanes) {
+            const int64_t position = chunk + i + kLanes > low && chunk + i < high ? chunk + i : low / kLanes * kLanes;
+            keys.vectors[i / kLanes] = reinterpret_cast<const Cached*>(sight.head(position, false)) + position % size;
+        }
+        return keys;
+    }
+
+    // Rows of the task from `first` on meet a chunk. `for_values` calls body(values, begin, end) for stretches of keys, whose values lie
+    // one after the other, the chunk's first one's at `values`.
+    template <int kRows, class K, class Values>
+    void attend_chunk(const Sight& sight, int64_t chunk, int64_t first, const float* query, const ChunkKeys<K>& keys, const Values& for_values, Partial partial) const {
         const int64_t dim = a.cache_shape.padded_dim();
         alignas(64) float scores[kRows * kChunk];
         int64_t begin[kRows], end[kRows], common_begin = 0, common_end = kChunk;
@@ -346,16 +380,22 @@ struct RowKernel {
         }
         score_keys<kRows>(query + first * dim, keys, dim, scores);
         float* weighted = partial.weighted + first * dim;
+        auto add = [&](auto rows, int64_t r, int64_t begin, int64_t end) {
+            if (begin < end) for_values(begin, end, [&](const auto* values, int64_t from, int64_t to) {
+                add_values<rows>(scores + r * kChunk, values, dim, from, to, weighted + r * dim);
+            });
+        };
+        const std::integral_constant<int, 1> one;
         // In the order of keys: what a row sees by itself, what all see, what it sees by itself.
         if (common_begin >= common_end) common_begin = common_end = kChunk;
         for (int r = 0; r < kRows; r++) {
             if (begin[r] >= end[r]) continue;
             weigh_keys(scores + r * kChunk, dim, begin[r], end[r], a.softcap, partial.highest[first + r], partial.total[first + r], weighted + r * dim);
-            add_values<1>(scores + r * kChunk, values, dim, begin[r], std::min(end[r], common_begin), weighted + r * dim);
+            add(one, r, begin[r], std::min(end[r], common_begin));
         }
-        if (common_begin < common_end) add_values<kRows>(scores, values, dim, common_begin, common_end, weighted);
+        add(std::integral_constant<int, kRows>(), 0, common_begin, common_end);
         for (int r = 0; r < kRows; r++)
-            if (begin[r] < end[r]) add_values<1>(scores + r * kChunk, values, dim, std::max(begin[r], common_end), end[r], weighted + r * dim);
+            add(one, r, std::max(begin[r], common_end), end[r]);
     }
 
     void merge(Partial into, Partial from, int64_t num_rows) const {
