@@ -132,8 +132,10 @@ class Tokenizer:
             message = "the text holds a lone surrogate (U+D800 to U+DFFF), which no text can; drop it."
             raise InvalidRequestError(message, "prompt") from None
 
-    def decode(self, token_ids: Sequence[int] | int, skip_special_tokens: bool = True) -> str:
-        """Text of token ids. Ids that the vocabulary lacks (a padded embedding's) have no text.
+    def decode(self, token_ids: Sequence[int] | int, skip_special_tokens: bool = False) -> str:
+        """Text of token ids, as transformers' with its special tokens unless told otherwise.
+
+        Ids that the vocabulary lacks (a padded embedding's) have no text.
 
         Raises:
             InvalidRequestError: an id is negative, over 32 bits, or no integer.
@@ -145,7 +147,7 @@ class Tokenizer:
             raise InvalidRequestError("token ids to decode must be integers from 0 to 2**32 - 1.") from None
         return clean_up_spaces(text) if self._clean_up else text
 
-    def batch_decode(self, sequences: Sequence[Sequence[int]], skip_special_tokens: bool = True) -> list[str]:
+    def batch_decode(self, sequences: Sequence[Sequence[int]], skip_special_tokens: bool = False) -> list[str]:
         """`decode` of each."""
         return [self.decode(token_ids, skip_special_tokens) for token_ids in sequences]
 
@@ -153,7 +155,7 @@ class Tokenizer:
         """Text of one token by itself, special or not; kept, as log-probabilities name the same tokens again."""
         text = self._texts.get(token_id)
         if text is None:
-            text = self._texts[token_id] = self.decode([token_id], skip_special_tokens=False)
+            text = self._texts[token_id] = self.decode([token_id])
         return text
 
     def new_stream(

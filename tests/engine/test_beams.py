@@ -80,7 +80,7 @@ def test_beam_search_as_vllm_has_it(doors: Doors) -> None:
     best = found[0].sequences[0]
     assert best.text is not None
     assert best.text == tokenizer.decode(best.tokens, skip_special_tokens=False)
-    assert best.text.endswith(tokenizer.decode(best.tokens[-3:]))
+    assert best.text.endswith(tokenizer.decode(best.tokens[-3:], skip_special_tokens=True))
     assert len(best.logprobs) == 8
     assert best.tokens[: len(tokenizer.encode(PROMPT))] == tokenizer.encode(PROMPT)
     assert best.cum_logprob == sum(next(iter(entry.values())).logprob for entry in best.logprobs)
@@ -110,8 +110,8 @@ def test_the_token_that_ends_a_beam_is_text_where_asked(doors: Doors) -> None:
     tokenizer = doors.llm.get_tokenizer()
     for part, whole in zip(cut.outputs, shown.outputs, strict=True):
         if part.finish_reason == "stop":
-            assert part.text == tokenizer.decode(part.token_ids[:-1])
-            assert whole.text == tokenizer.decode(whole.token_ids)
+            assert part.text == tokenizer.decode(part.token_ids[:-1], skip_special_tokens=True)
+            assert whole.text == tokenizer.decode(whole.token_ids, skip_special_tokens=True)
 
 
 def test_abort_and_neighbours(doors: Doors) -> None:

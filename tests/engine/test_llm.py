@@ -60,7 +60,7 @@ def test_text_is_the_decoded_tokens(llm: LLM) -> None:
     (output,) = llm.generate("It was a dark night", SamplingParams(seed=3, max_tokens=40), use_tqdm=False)
     completion = output.outputs[0]
     tokenizer = llm.get_tokenizer()
-    whole = tokenizer.decode(list(output.prompt_token_ids or []) + list(completion.token_ids))
+    whole = tokenizer.decode(list(output.prompt_token_ids or []) + list(completion.token_ids), skip_special_tokens=True)
     assert whole.endswith(completion.text)
     assert completion.text.startswith((" ", ",", "."))
 

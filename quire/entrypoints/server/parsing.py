@@ -164,7 +164,7 @@ def _tokens(tokenizer: Tokenizer, marks: tuple[str, ...]) -> tuple[dict[str, int
     """Those marks that are tokens of their own, with their ids, and whether text leaves any of them out."""
     found = {mark: id for mark in marks if (id := tokenizer.convert_tokens_to_ids(mark)) is not None}
     found = {mark: id for mark, id in found.items() if tokenizer.token_text(id) == mark}
-    return found, any(not tokenizer.decode([id]) for id in found.values())
+    return found, any(not tokenizer.decode([id], skip_special_tokens=True) for id in found.values())
 
 
 def _constraint(asked: Answer, tokens: dict[str, int]) -> StructuredOutputsParams | None:

@@ -55,13 +55,13 @@ def test_encode_and_decode() -> None:
     ids = used.encode("A <|im_end|> b")
     assert ids[0] == used.bos_token_id
     assert used.eos_token_id in ids
-    assert used.decode(ids) == "A  b"
-    assert used.decode(ids, skip_special_tokens=False) == "<|bos|>A <|im_end|> b"
+    assert used.decode(ids, skip_special_tokens=True) == "A  b"
+    assert used.decode(ids) == "<|bos|>A <|im_end|> b", "transformers' default"
     assert used.encode("A", add_special_tokens=False) == ids[1:2]
     assert used.decode(ids[1]) == "A"
     assert used.encode("", add_special_tokens=False) == []
     assert used.decode([]) == ""
-    assert used.decode([*ids, 99999]) == "A  b", "an id that the vocabulary lacks has no text"
+    assert used.decode([*ids, 99999], skip_special_tokens=True) == "A  b", "an id that the vocabulary lacks has no text"
 
 
 def test_a_tokenizer_can_be_called() -> None:
@@ -74,7 +74,8 @@ def test_a_tokenizer_can_be_called() -> None:
     assert [*map(len, both.attention_mask)] == [*map(len, both.input_ids)]
     assert used(texts[0], add_special_tokens=False).input_ids == one.input_ids[1:]
     assert used("a" * 4000, truncation=True).input_ids == used.encode("a" * 4000)[:512]
-    assert used.batch_decode(both.input_ids) == texts
+    assert used.batch_decode(both.input_ids, skip_special_tokens=True) == texts
+    assert used.batch_decode(both.input_ids) == ["<|bos|>" + text for text in texts]
     assert used(texts[0], padding=False, return_tensors=None) == one
     for name, value in {"return_tensors": "pt", "padding": True}.items():
         with pytest.raises(InvalidRequestError, match=f"^{name} is not supported: add_special_tokens, .* lists come"):
@@ -140,7 +141,7 @@ def test_special_tokens_that_the_vocabulary_lacks_are_added(tmp_path: Path) -> N
     assert len(used) == 458
     assert used.encode("<|x|>", add_special_tokens=False) == [457]
     assert used.special_tokens_map["pad_token"] == "<|pad|>"
-    assert used.decode([457]) == ""
+    assert used.decode([457], skip_special_tokens=True) == ""
 
 
 def test_slow_mode_equals_tokenizer_json() -> None:
@@ -152,8 +153,8 @@ def test_slow_mode_equals_tokenizer_json() -> None:
     for text in ("", "The water is warm", "  two  spaces ", "é日😀\n\tx", "a\x00b", "x" * 200, "1234 twenty-one"):
         ids = fast.encode(text)
         assert slow.encode(text) == ids
-        assert slow.decode(ids) == fast.decode(ids)
-        assert slow.decode(ids, skip_special_tokens=False) == fast.decode(ids, skip_special_tokens=False)
+        for skip in (True, False):
+            assert slow.decode(ids, skip) == fast.decode(ids, skip)
     assert slow.decode([200, 300, 99999, 1]) == fast.decode([200, 300, 99999, 1])
 
 
@@ -165,7 +166,7 @@ def test_slow_mode_finds_special_tokens(tmp_path: Path) -> None:
     assert ids[-1] == slow.vocab_size == 512
     assert len(slow) == 513
     assert slow.decode(ids, skip_special_tokens=False) == "<s> The</s>water<|x|>"
-    assert slow.decode(ids) == "Thewater"
+    assert slow.decode(ids, skip_special_tokens=True) == "Thewater"
     (tmp_path / "sp_bpe" / "added_tokens.json").write_text('{"<y>": 700, "</s>": 2}')
     given = load_tokenizer(tmp_path / "sp_bpe", "slow")
     assert given.encode("<y>", add_special_tokens=False) == [700]

@@ -193,7 +193,7 @@ def _following(first: CompletionLogprobs, second: CompletionLogprobs) -> Complet
 @lru_cache(maxsize=1 << 16)
 def _is_special(tokenizer: Tokenizer, token_id: int) -> bool:
     """Whether decoding may leave the token out."""
-    return not tokenizer.decode([token_id])
+    return not tokenizer.decode([token_id], skip_special_tokens=True)
 
 
 async def _echo(llm: AsyncLLM, prompt: PreparedPrompt, body: CompletionRequest) -> str:
