@@ -5,7 +5,7 @@ decided here; messages are read, and everything else is done, where the template
 """
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol
 
 import msgspec
@@ -89,16 +89,16 @@ def select_template(
     return text
 
 
+_BASES: dict[type, Callable[[Any], Any]] = {str: str.__str__, int: int.__int__, float: float.__float__}
+
+
 def _plain(value: Any, where: str) -> Any:
     """A fresh copy of JSON data; subclasses become their base types, objects of client libraries dicts."""
     if value is None or isinstance(value, bool):
         return value
-    if isinstance(value, str):
-        return str.__str__(value)
-    if isinstance(value, int):
-        return int.__int__(value)
-    if isinstance(value, float):
-        return float.__float__(value)
+    for kind, plain in _BASES.items():
+        if isinstance(value, kind):
+            return plain(value)
     if isinstance(value, Mapping):
         return {_plain(k, where): _plain(v, where) for k, v in value.items()}
     if isinstance(value, list | tuple):

@@ -84,7 +84,7 @@ def _read_tokenizer_config(directory: Path) -> TokenizerConfig:
             added[int(index)] = AddedToken(content, normalized=content not in special, special=content in special)
     return TokenizerConfig(
         tokenizer_class=tokenizer_class,
-        named_tokens=dict(sorted(named.items(), key=lambda item: _rank(item[0]))),
+        named_tokens={name: named[name] for name in (*NAMED_TOKENS, *named) if name in named},
         extra_special_tokens=extras,
         added_tokens=added,
         chat_template=_read_chat_template(directory, settings.get("chat_template")),
@@ -92,17 +92,13 @@ def _read_tokenizer_config(directory: Path) -> TokenizerConfig:
     )
 
 
-def _rank(name: str) -> int:
-    return NAMED_TOKENS.index(name) if name in NAMED_TOKENS else len(NAMED_TOKENS)
-
-
 def _read_object(path: Path) -> dict[str, Any]:
     """What a JSON file says; {} where there is none."""
+    text = _read_text(path) if path.is_file() else "{}"
     try:
-        value = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
-    except (OSError, ValueError, RecursionError) as error:
-        reason = error.strerror if isinstance(error, OSError) else str(error)
-        message = f"{path.name} of the tokenizer can't be read ({reason}); download the file again."
+        value = json.loads(text)
+    except (ValueError, RecursionError) as error:
+        message = f"{path.name} of the tokenizer can't be read ({error}); download the file again."
         raise ModelLoadError(message) from None
     if not isinstance(value, dict):
         raise ModelLoadError(f"{path.name} of the tokenizer holds a {type(value).__name__}, not an object.")
@@ -152,4 +148,5 @@ def _read_text(path: Path) -> str:
     try:
         return path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
-        raise ModelLoadError(f"{path.name} of the tokenizer can't be read ({type(error).__name__}).") from None
+        reason = error.strerror if isinstance(error, OSError) else error
+        raise ModelLoadError(f"{path.name} of the tokenizer can't be read ({reason}).") from None

@@ -13,6 +13,7 @@ import subprocess
 import threading
 import time
 import weakref
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -54,7 +55,7 @@ class Renderer:
         self._owner = 0  # the process that started it, which another one that is forked off is not
         self._turn = threading.Lock()
         self._decode = msgspec.msgpack.Decoder(Answer).decode
-        self._finalizer: weakref.finalize | None = None
+        self._drop: Callable[[], object] = lambda: None  # end the process
 
     def render(self, job: bytes) -> str:
         """The prompt of a `Job`, which is given as msgpack.
@@ -79,10 +80,6 @@ class Renderer:
         with self._turn:
             self._drop()
 
-    def _drop(self) -> None:
-        if self._finalizer is not None:
-            self._finalizer()
-
     def _running(self) -> subprocess.Popen[bytes]:
         if self._child is not None and self._owner == os.getpid() and self._child.poll() is None:
             return self._child
@@ -98,7 +95,7 @@ class Renderer:
             assert pipe is not None
             os.set_blocking(pipe.fileno(), False)
         self._child, self._owner = child, os.getpid()
-        self._finalizer = weakref.finalize(self, _end, child, self._owner)
+        self._drop = weakref.finalize(self, _end, child, self._owner)
         return child
 
     def _ask(self, job: bytes) -> Answer | None:

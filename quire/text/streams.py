@@ -97,10 +97,10 @@ class ByteLevelStream:
         self._table = table
         tail = b""
         for token_id in reversed(prompt_token_ids):
-            tail = _bytes_of(table[token_id]) + tail
-            if len(tail) >= 3:  # an incomplete character has at most three bytes
+            tail = (_bytes_of(table[token_id]) + tail)[-3:]
+            if len(tail) == 3:  # an incomplete character has at most three bytes
                 break
-        self._open = _incomplete_suffix(tail[-3:])  # bytes of a character that is not complete
+        self._open = tail[codecs.utf_8_decode(tail, "replace", False)[1] :]  # a character that is not complete
         # Where the prompt ends inside a character that is then never completed, its U+FFFD belongs to the prompt.
         self._owed = bool(self._open)
 
@@ -121,17 +121,6 @@ class ByteLevelStream:
             self._owed = False
             return text.removeprefix(REPLACEMENT)
         return text
-
-
-def _incomplete_suffix(tail: bytes) -> bytes:
-    """The last bytes of `tail` that begin a character without ending it."""
-    for start in range(len(tail)):
-        try:
-            if not codecs.getincrementaldecoder("utf-8")("strict").decode(tail[start:]):
-                return tail[start:]
-        except UnicodeDecodeError:
-            continue
-    return b""
 
 
 _Piece = str | int | None  # its text, the value of a byte-fallback token, or None where it is left out

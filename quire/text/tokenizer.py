@@ -22,6 +22,9 @@ from quire.text.renderer import Renderer
 from quire.text.streams import Backend, StreamFactory, TextStream, clean_up_spaces
 from quire.utils.logs import logger
 
+_OF_CALLS = {"padding", "truncation", "max_length", "return_tensors"}
+_OF_CONVERSATIONS = {"documents", "chat_template", "add_generation_prompt", "continue_final_message"}
+
 
 class Encoding(dict[str, Any]):
     """What a tokenizer that is called gives: lists by name, which are attributes, too."""
@@ -35,7 +38,7 @@ class Encoding(dict[str, Any]):
 
 
 class Tokenizer:
-    """A model's tokenizer, with what transformers' is asked for most.
+    """A model's tokenizer, with what transformers' is asked for most; for the rest it asks transformers', if installed.
 
     Attributes:
         name_or_path: where it was loaded from, as given.
@@ -45,6 +48,7 @@ class Tokenizer:
         bos_token, eos_token, and so on: the named special tokens; None where the model has none.
         bos_token_id, eos_token_id, and so on: their ids.
         all_special_tokens: the named special tokens and the extra ones; all_special_ids: their ids.
+        truncation_side: which of a text's tokens go where it is cut, by default: "right" or "left".
         vocab_size: tokens of the base vocabulary; `len(tokenizer)` counts the added ones too.
         model_max_length: the tokenizer's own idea of the context length, if it has one.
     """
@@ -58,9 +62,6 @@ class Tokenizer:
         extra = (token.content for token in config.extra_special_tokens)
         self.all_special_tokens = list(dict.fromkeys((*self.special_tokens_map.values(), *extra)))
         self.all_special_ids = [i for i in self.convert_tokens_to_ids(self.all_special_tokens) if i is not None]
-        self.bos_token, self.eos_token = map(self.special_tokens_map.get, ("bos_token", "eos_token"))
-        self.bos_token_id = None if self.bos_token is None else self.convert_tokens_to_ids(self.bos_token)
-        self.eos_token_id = None if self.eos_token is None else self.convert_tokens_to_ids(self.eos_token)
         self.vocab_size = backend.get_vocab_size(with_added_tokens=False)
         self.model_max_length: int | None = config.settings.get("model_max_length")
         # Made for WordPiece, and harmful to BPE, which keeps its own spaces.
@@ -68,42 +69,76 @@ class Tokenizer:
         self._streams = StreamFactory(backend, self._clean_up)
         self._renderer = Renderer()
         self._texts: dict[int, str] = {}  # of single tokens, as far as met
+        self.truncation_side: str = config.settings.get("truncation_side", "right")
+        self._theirs: Any = None  # transformers' tokenizer, once it is asked
+        self._own = frozenset(vars(self)) - {"chat_template", "truncation_side"} | {"_own"}  # what nobody sets
 
     def __getattr__(self, name: str) -> Any:
-        """A named special token, or its id. Called for names that are not there only."""
+        """A named special token, or its id; or what transformers' tokenizer has. Called for what is not here only."""
         named = name.removesuffix("_id")
-        if named not in NAMED_TOKENS:
+        if named in NAMED_TOKENS:
+            token = vars(self).get(named, self.special_tokens_map.get(named))
+            return token if token is None or name == named else self.convert_tokens_to_ids(token)
+        if name.startswith("_"):
             raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}", name=name, obj=self)
-        token = self.special_tokens_map.get(named)
-        return token if token is None or name == named else self.convert_tokens_to_ids(token)
+        try:
+            return getattr(self._transformers(name), name)
+        except NotYetSupportedError as error:
+            raise AttributeError(str(error), name=name, obj=self) from None
+
+    def _transformers(self, wanted: str) -> Any:
+        """transformers' tokenizer of the same files, with what has been set on this one.
+
+        Raises:
+            NotYetSupportedError: it is not installed, or can't read them.
+        """
+        if self._theirs is None:
+            path = Path(self.name_or_path)
+            place, options = (path.parent, {"gguf_file": path.name}) if path.is_file() else (path, {})
+            try:
+                from transformers import AutoTokenizer
+
+                self._theirs = AutoTokenizer.from_pretrained(place, trust_remote_code=False, **options)
+            except Exception as error:
+                message = f"{wanted} is left to transformers' tokenizer, which can't be had ({error}): pip install it."
+                raise NotYetSupportedError(message) from None
+        for name in vars(self).keys() - self._own:
+            setattr(self._theirs, name, getattr(self, name))
+        return self._theirs
 
     def __call__(
         self,
         text: str | Sequence[str],
+        text_pair: Any = None,
         *,
         add_special_tokens: bool = True,
         truncation: bool | str = False,
         max_length: int | None = None,
-        truncation_side: str = "right",
+        truncation_side: str | None = None,
         **others: Any,
     ) -> Encoding:
         """A text, or each of several, as token ids (`input_ids`), with an `attention_mask` of ones.
 
         Args:
+            text_pair, others: what transformers' has besides; it answers then, with an encoding of its own.
             truncation: true, or "longest_first": keep at most `max_length` tokens, with the special ones around the
                 text, which stay.
             max_length: model_max_length by default.
-            truncation_side: which of the text's tokens go, the last ("right") or the first ("left").
+            truncation_side: the tokenizer's own by default.
 
         Raises:
-            InvalidRequestError: as `encode`, or for an argument that transformers' has besides.
+            InvalidRequestError: as `encode`.
+            NotYetSupportedError: there is no transformers to answer.
         """
+        others["text_pair"], side = text_pair, truncation_side or self.truncation_side
         if asked := [name for name, value in others.items() if value not in (None, False, "do_not_pad")]:
-            taken = "add_special_tokens, truncation, max_length and truncation_side are taken, and lists come back"
-            raise InvalidRequestError(f"{asked[0]} is not supported: {taken}.", asked[0])
+            options = {"add_special_tokens": add_special_tokens, "truncation": truncation, "max_length": max_length}
+            theirs = self._transformers(asked[0])
+            theirs.truncation_side = side
+            return theirs(text, **others, **options)
         texts = [text] if isinstance(text, str) else text
         keep = (max_length or self.model_max_length) if truncation not in (None, False, "do_not_truncate") else None
-        many = [self._encode_some(one, add_special_tokens, keep, truncation_side) for one in texts]
+        many = [self._encode_some(one, add_special_tokens, keep, side) for one in texts]
         lists = {"input_ids": many, "attention_mask": [[1] * len(ids) for ids in many]}
         return Encoding(**({name: each[0] for name, each in lists.items()} if isinstance(text, str) else lists))
 
@@ -112,18 +147,19 @@ class Tokenizer:
         if keep is None or len(ids) <= keep:
             return ids
         own = self._backend.encode(text, False)
-        num_special = len(ids) - len(own)
-        begin = next(place for place in range(num_special + 1) if ids[place : place + len(own)] == own)
-        room = max(0, keep - num_special)
+        begin = next(place for place in range(len(ids)) if ids[place : place + len(own)] == own)
+        room = max(0, keep - len(ids) + len(own))
         kept = own[:room] if truncated == "right" else own[len(own) - room :]
         return ids[:begin] + kept + ids[begin + len(own) :]
 
-    def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
-        """Token ids of a text; special tokens written in it become their ids.
+    def encode(self, text: str, add_special_tokens: bool = True, **options: Any) -> list[int]:
+        """Token ids of a text; special tokens written in it become their ids. Options are those of a call.
 
         Raises:
             InvalidRequestError: the text holds a lone surrogate, so is no Unicode text.
         """
+        if options:
+            return self(text, add_special_tokens=add_special_tokens, **options).input_ids
         try:
             return self._backend.encode(text, add_special_tokens)
         except (TypeError, UnicodeEncodeError):
@@ -165,14 +201,15 @@ class Tokenizer:
         return self._streams.new(prompt_token_ids, skip_special_tokens, spaces_between_special_tokens)
 
     @overload
-    def convert_ids_to_tokens(self, ids: int) -> str | None: ...
+    def convert_ids_to_tokens(self, ids: int, skip_special_tokens: bool = False) -> str | None: ...
     @overload
-    def convert_ids_to_tokens(self, ids: Sequence[int]) -> list[str | None]: ...
-    def convert_ids_to_tokens(self, ids: int | Sequence[int]) -> str | None | list[str | None]:
+    def convert_ids_to_tokens(self, ids: Sequence[int], skip_special_tokens: bool = False) -> list[str | None]: ...
+    def convert_ids_to_tokens(self, ids: int | Sequence[int], skip_special_tokens: bool = False) -> Any:
         """The vocabulary's own spelling of ids; None for an id that it lacks."""
         if isinstance(ids, int):
             return self._backend.id_to_token(ids) if ids >= 0 else None
-        return [self.convert_ids_to_tokens(i) for i in ids]
+        skipped = self.all_special_ids if skip_special_tokens else ()
+        return [self.convert_ids_to_tokens(i) for i in ids if i not in skipped]
 
     @overload
     def convert_tokens_to_ids(self, tokens: str) -> int | None: ...
@@ -187,33 +224,27 @@ class Tokenizer:
         return [self.convert_tokens_to_ids(token) for token in tokens]
 
     def apply_chat_template(
-        self,
-        conversation: Sequence[Any],
-        tools: Sequence[dict[str, Any]] | None = None,
-        documents: Sequence[dict[str, Any]] | None = None,
-        chat_template: str | None = None,
-        add_generation_prompt: bool = False,
-        continue_final_message: bool = False,
-        tokenize: bool = True,
-        **chat_template_kwargs: Any,
+        self, conversation: Any, tools: Any = None, *, tokenize: bool = True, return_dict: bool = False, **options: Any
     ) -> Any:
-        """A conversation as the model's prompt: token ids, or text if not `tokenize`. Further names go to the template.
+        """A conversation, or each of several, as the model's prompt: token ids, or text if not `tokenize`.
+
+        Args:
+            return_dict: give all that a call gives, and not its `input_ids` alone.
+            options: fields of `Conversation`; `padding`, `truncation`, `max_length` and `return_tensors`, as of a call;
+                further names go to the template.
 
         Raises:
-            InvalidRequestError, RequestFailedError: see `render`.
+            InvalidRequestError, RequestFailedError: see `render`. NotYetSupportedError: see a call.
         """
-        text = self.render(
-            Conversation(
-                messages=conversation,
-                chat_template=chat_template,
-                tools=tools,
-                documents=documents,
-                add_generation_prompt=add_generation_prompt,
-                continue_final_message=continue_final_message,
-                chat_template_kwargs=chat_template_kwargs,
-            )
-        )
-        return self.encode(text, add_special_tokens=False) if tokenize else text
+        call = {name: options.pop(name) for name in _OF_CALLS & options.keys()}
+        fields = {"add_generation_prompt": False, "tools": tools}
+        fields |= {name: options.pop(name) for name in _OF_CONVERSATIONS & options.keys()}
+        several = bool(conversation) and isinstance(conversation[0], list | tuple)
+        each = conversation if several else [conversation]
+        texts = [self.render(Conversation(messages=one, chat_template_kwargs=options, **fields)) for one in each]
+        text = texts if several else texts[0]
+        encoding = self(text, add_special_tokens=False, **call) if tokenize else None
+        return text if encoding is None else encoding if return_dict else encoding.input_ids
 
     def render(self, conversation: Conversation) -> str:
         """A conversation as the model's prompt. A template writes its own special tokens: encode it without more.
@@ -337,9 +368,8 @@ def _finish(fast: tokenizers.Tokenizer, config: TokenizerConfig) -> FastBackend:
     fast.encode_special_tokens = bool(config.settings.get("split_special_tokens"))
     present = fast.get_added_tokens_decoder()
     unchanged = {token.content: token.__getstate__() for token in present.values()}
-    known = present | config.added_tokens
     named = {token.content for token in config.named_tokens.values()}
-    tokens = [known[index] for index in sorted(known)]
+    tokens = [token for _, token in sorted((present | config.added_tokens).items())]
     contents = {token.content for token in tokens}
     tokens += [t for t in (*config.named_tokens.values(), *config.extra_special_tokens) if t.content not in contents]
     for token in tokens:

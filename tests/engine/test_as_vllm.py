@@ -198,7 +198,7 @@ def test_options_of_the_tokenizer(llm: LLM) -> None:
     assert prompt({"truncation": True}, " word" * 500) == [ids[0], *tokenizer.encode(" word" * 126, False)]
     assert prompt({"add_special_tokens": False}, {"prompt": text}) == ids[1:]
     assert prompt({"truncation": True, "max_length": 2}, {"prompt_token_ids": [5, 6, 7]}) == [5, 6, 7]
-    with pytest.raises(InvalidRequestError, match="^return_tensors is not supported: add_special_tokens, truncation"):
+    with pytest.raises(InvalidRequestError, match="ids must be integers"):
         prompt({"return_tensors": "pt"})
     cut: dict[str, Any] = {"truncation": True, "max_length": 4}
     assert llm.embed(text, False, tokenization_kwargs=cut)[0].prompt_token_ids == ids[:4]

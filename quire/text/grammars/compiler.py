@@ -113,6 +113,5 @@ class Compiler:
 
 
 def _may_take_long(params: StructuredOutputsParams, source: str) -> bool:
-    if len(source) > _LONG:
-        return True
-    return params.kind not in ("choice", "json_object") and (params.kind != "json" or bool(_RISKY.search(source)))
+    risky = params.kind not in ("choice", "json_object") and (params.kind != "json" or _RISKY.search(source))
+    return bool(risky) or len(source) > _LONG

@@ -1,5 +1,6 @@
 """Tokenizer and load_tokenizer: files, modes, rules of tokenizer_config.json, errors, threads."""
 
+import contextlib
 import json
 import shutil
 import subprocess
@@ -9,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import transformers
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -77,9 +79,70 @@ def test_a_tokenizer_can_be_called() -> None:
     assert used.batch_decode(both.input_ids, skip_special_tokens=True) == texts
     assert used.batch_decode(both.input_ids) == ["<|bos|>" + text for text in texts]
     assert used(texts[0], padding=False, return_tensors=None) == one
-    for name, value in {"return_tensors": "pt", "padding": True}.items():
-        with pytest.raises(InvalidRequestError, match=f"^{name} is not supported: add_special_tokens, .* lists come"):
-            used(texts[0], **{name: value})
+
+
+def test_what_only_transformers_has_is_asked_there() -> None:
+    """As scripts of vLLM's call `LLM.get_tokenizer()`."""
+    theirs: Any = transformers.AutoTokenizer.from_pretrained(FIXTURES / "byte_bpe")
+    used: Any = load_tokenizer(FIXTURES / "byte_bpe")
+    texts = ["A b", "Some more of it"]
+    used.pad_token = theirs.pad_token = "<|im_end|>"
+    used.padding_side = theirs.padding_side = "left"
+    assert used.pad_token_id == theirs.pad_token_id == used.convert_tokens_to_ids("<|im_end|>")
+    padded = used(texts, padding=True, return_tensors="pt")
+    assert padded.input_ids.tolist() == theirs(texts, padding=True).input_ids
+    assert padded.attention_mask.tolist()[0][0] == 0
+    assert used.encode(texts[1], return_tensors="pt").tolist() == [used.encode(texts[1])]
+    assert used.encode(texts[1], truncation=True, max_length=3) == used.encode(texts[1])[:3]
+    used.truncation_side = theirs.truncation_side = "left"
+    cut: Any = {"truncation": True, "max_length": 4}
+    assert used(texts[1], **cut).input_ids == theirs(texts[1], **cut).input_ids
+    assert used(texts, return_offsets_mapping=True, **cut) == theirs(texts, return_offsets_mapping=True, **cut)
+    assert used(*texts).input_ids == theirs(*texts).input_ids
+    assert used.tokenize(texts[0]) == theirs.tokenize(texts[0])
+    assert (used.vocab, used.get_added_vocab()) == (theirs.vocab, theirs.get_added_vocab())
+    ids = used.encode("A <|im_end|> b")
+    assert used.convert_ids_to_tokens(ids, skip_special_tokens=True) == theirs.convert_ids_to_tokens(ids, True)
+
+
+def test_chats_as_transformers_has_them() -> None:
+    used: Any = load_tokenizer(FIXTURES / "byte_bpe")
+    used.pad_token = "<|im_end|>"
+    used.chat_template = "{% for m in messages %}{{ m.content }}{% endfor %}{% if add_generation_prompt %}:{% endif %}"
+    chats = [[{"role": "user", "content": text}] for text in ("A b", "Some more of it")]
+    texts = used.apply_chat_template(chats, tokenize=False, add_generation_prompt=True)
+    assert texts == ["A b:", "Some more of it:"]
+    ids = [used.encode(text, add_special_tokens=False) for text in texts]
+    asked: Any = {"add_generation_prompt": True}
+    assert used.apply_chat_template(chats, **asked) == ids
+    assert used.apply_chat_template(chats[0], **asked, return_dict=False, truncation=True, max_length=1) == ids[0][:1]
+    assert used.apply_chat_template(chats[0], **asked, return_dict=True).attention_mask == [1] * len(ids[0])
+    padded = used.apply_chat_template(chats, **asked, padding=True, return_tensors="pt")
+    assert padded[1].tolist() == ids[1]
+    assert padded[0].tolist()[: len(ids[0])] == ids[0]
+
+
+def test_code_that_comes_with_a_tokenizer_is_never_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    auto_map = {"AutoTokenizer": [None, "mine.Mine"]}
+    path = variant(tmp_path, "byte_bpe", tokenizer_class="Mine", auto_map=auto_map)
+    (path / "mine.py").write_text("open('ran', 'w')")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("builtins.input", lambda *_: "y")
+    used = load_tokenizer(path)
+    assert used.encode("A") == load_tokenizer(FIXTURES / "byte_bpe").encode("A")
+    with contextlib.suppress(AttributeError):
+        used.tokenize("A")
+    assert not Path("ran").exists()
+
+
+def test_without_transformers(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "transformers", None)
+    used = load_tokenizer(FIXTURES / "byte_bpe")
+    with pytest.raises(NotYetSupportedError, match=r"^return_tensors is left to transformers' .* pip install it\.$"):
+        used("A", return_tensors="pt")
+    with pytest.raises(AttributeError, match="^tokenize is left to transformers'"):
+        used.tokenize("A")
+    assert not hasattr(used, "nonsense")
 
 
 @settings(max_examples=50, deadline=None, derandomize=True)
