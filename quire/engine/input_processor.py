@@ -151,8 +151,6 @@ class InputProcessor:
         if not isinstance(text, str):
             what = "a string, a list of token ids, or a dict with one of them"
             raise bad_prompt(f"a prompt is {what}; got {type(text).__name__}.")
-        if not text:
-            raise bad_prompt("the prompt is empty; pass at least one character.")
         if self._tokenizer is None:
             raise bad_prompt("a text prompt needs a tokenizer, but skip_tokenizer_init=True; pass prompt_token_ids.")
         limit = self._model.max_model_len
@@ -162,7 +160,7 @@ class InputProcessor:
                 raise prompt_too_long(f"at least {least}", limit)
         token_ids = self._tokenizer.encode(text, add_special_tokens)
         if not token_ids:
-            raise bad_prompt("the prompt has no tokens once encoded; pass some text.")
+            raise bad_prompt("the prompt is empty: this tokenizer makes no token of it; pass some text.")
         size = self._model.vocab_size
         if (largest := max(token_ids)) >= size:
             raise bad_prompt(

@@ -202,7 +202,7 @@ def test_a_refused_request_says_why_and_harms_nobody(engine: Engine) -> None:
     async def attempt() -> None:
         good = asyncio.create_task(engine.collect(PROMPTS[0], SamplingParams(temperature=0.0, max_tokens=50)))
         for prompt, params, param in [
-            ("", SamplingParams(), "prompt"),
+            ([], SamplingParams(), "prompt"),
             ([1, -1], SamplingParams(), "prompt"),
             ([1] * 5000, SamplingParams(), "prompt"),
             ("x", SamplingParams(logprobs=21), "logprobs"),

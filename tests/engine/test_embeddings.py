@@ -77,7 +77,7 @@ def test_refusals() -> None:
     with pytest.raises(InvalidRequestError, match="2 pooling params for 1 prompts"):
         llm.embed("a", pooling_params=[PoolingParams()] * 2)
     with pytest.raises(InvalidRequestError, match="prompt"):
-        llm.embed(["a", ""])
+        llm.embed(["a", []])
     with pytest.raises(NotYetSupportedError, match="task='classify'"):
         llm.encode("a", pooling_task="classify")
     with pytest.raises(AttributeError, match="models here generate and embed"):

@@ -166,7 +166,6 @@ def test_chat(llm: LLM) -> None:
 @pytest.mark.parametrize(
     ("prompt", "message"),
     [
-        ("", "the prompt is empty"),
         ([], "the prompt is empty"),
         ({"prompt_token_ids": []}, "the prompt is empty"),
         ([5, 10**9], r"token id 1000000000 \(place 1\) is out of the vocabulary"),
@@ -192,6 +191,17 @@ def test_a_bad_prompt_is_refused_before_any_work(llm: LLM, prompt, message: str)
     with pytest.raises(ValueError, match=rf"prompts\[1\] \(of 3\): .*{message}"):
         llm.generate(["fine", prompt, "fine"], greedy(1))
     assert not llm.llm_engine.has_unfinished_requests()
+
+
+def test_an_empty_text_is_what_every_text_begins_with(llm: LLM) -> None:
+    bos = llm.get_tokenizer().encode("")
+    assert len(bos) == 1
+    for prompt in ("", {"prompt": ""}, bos):
+        (output,) = llm.generate(prompt, greedy(3), use_tqdm=False)
+        assert output.prompt_token_ids == bos
+        assert len(output.outputs[0].token_ids) == 3
+    with pytest.raises(InvalidRequestError, match="the prompt is empty: this tokenizer makes no token of it"):
+        llm.chat([{"role": "user", "content": ""}], greedy(3), chat_template="{{ messages[0].content }}")
 
 
 def test_entries_of_a_prompt_that_are_none_ask_for_nothing(llm: LLM) -> None:
