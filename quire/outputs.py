@@ -43,8 +43,8 @@ class RequestMetrics:
         return None if self.first_token_time is None else self.first_token_time - self.arrival_time
 
 
-_NEWER_NAMES = ("queued_ts", "scheduled_ts", "first_token_ts", "last_token_ts")  # vLLM's, of the same four times
-for _name, _field in zip(_NEWER_NAMES, fields(RequestMetrics), strict=True):
+_OTHER_NAMES = ("queued_ts", "scheduled_ts", "first_token_ts", "last_token_ts", "last_token_time")  # vLLM's, of these
+for _name, _field in zip(_OTHER_NAMES, (*fields(RequestMetrics), fields(RequestMetrics)[-1]), strict=True):
     setattr(RequestMetrics, _name, property(attrgetter(_field.name)))
 
 

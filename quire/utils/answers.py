@@ -33,6 +33,6 @@ def take_anyway(answers: Path, name: str, value: Any, shown: str | None = None) 
     taken, told = read_answers(answers).get(name, ("", ""))
     if taken in ("-", "*", "+") and value is not None and value is not False:
         logger.warning("%s %s", shown or name, told)
-    elif told and {"True": "so"}.get(str(value), str(value)) not in ("None", "False", *taken.split("|")):
+    elif told and {"True": "so"}.get(str(value), str(value)) not in ("None", "False", "[]", "{}", *taken.split("|")):
         raise NotYetSupportedError(f"{shown or name} {told}")
     return bool(told)

@@ -44,8 +44,8 @@ def test_the_time_in_the_queue_is_a_difference_or_none() -> None:
 
 def test_vllms_names_of_what_outputs_tell() -> None:
     metrics, output = RequestMetrics(1.0, 1.5, 2.0, 4.0), make_output(3)
-    names = ("queued_ts", "scheduled_ts", "first_token_ts", "last_token_ts")
-    assert [getattr(metrics, name) for name in names] == [1.0, 1.5, 2.0, 4.0]
+    names = ("queued_ts", "scheduled_ts", "first_token_ts", "last_token_ts", "last_token_time")
+    assert [getattr(metrics, name) for name in names] == [1.0, 1.5, 2.0, 4.0, 4.0]
     assert (output.kv_transfer_params, output.encoder_prompt, output.encoder_prompt_token_ids) == (None, None, None)
 
 

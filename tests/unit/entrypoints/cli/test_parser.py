@@ -97,6 +97,8 @@ def test_values_stay_as_they_are() -> None:
         ("--cudagraph-capture-sizes 1 2 4 --seed 0", ["--cudagraph-capture-sizes"]),
         ("--no-async-scheduling --no-enable-eplb --enable-sleep-mode --runner generate --runner=auto", []),
         ("--api-server-count 1 -dcp 1", []),
+        ('--limit-mm-per-prompt {"image":2}', ["--limit-mm-per-prompt"]),
+        ("--allowed-media-domains a.org b.org --seed 0", ["--allowed-media-domains"]),
     ],
 )
 def test_flags_without_effect(line: str, warnings: list[str], caplog: pytest.LogCaptureFixture) -> None:
@@ -129,7 +131,10 @@ def test_flags_that_are_refused(line: str, message: str, capsys: pytest.CaptureF
 
 def test_options_in_python(caplog: pytest.LogCaptureFixture) -> None:
     nothing = {"runner": "generate", "task": None, "enable_dbo": False, "enable_sleep_mode": True, "cpu_offload_gb": 0}
-    assert engine_args(compilation_config={"mode": 3}, **nothing) == EngineArgs()
+    empty: dict[str, Any] = {"logits_processors": [], "kv_transfer_config": {}}
+    assert engine_args(compilation_config={"mode": 3}, **nothing, **empty) == EngineArgs()
+    with pytest.raises(NotYetSupportedError, match="^logits_processors is not supported"):
+        engine_args(logits_processors=["my.Processor"])
     assert engine_args(optimization_level=0) == EngineArgs()
     assert caplog.messages == [
         "compilation_config has no effect: nothing is compiled at start-up, and the kernels are there already.",
