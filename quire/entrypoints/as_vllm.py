@@ -69,6 +69,10 @@ class LLMEngine(llm_engine.LLMEngine):
         """All settings; changing them changes nothing."""
         return _settings(self.config, len(self.core.call("snapshot").blocks))
 
+    def get_tokenizer(self) -> Any:
+        """The model's tokenizer."""
+        return self.tokenizer
+
     add_request = _as_vllms(llm_engine.LLMEngine.add_request)
     __getattr__ = _setting
 
@@ -80,6 +84,18 @@ class AsyncLLM(async_llm.AsyncLLM):
     def vllm_config(self) -> SimpleNamespace:
         """All settings; changing them changes nothing."""
         return _settings(self.config, self.num_blocks)
+
+    async def get_tokenizer(self, lora_request: Any = None) -> Any:
+        """The model's tokenizer, which no adapter changes."""
+        return self.tokenizer
+
+    async def get_vllm_config(self) -> SimpleNamespace:
+        """All settings, as `vllm_config`."""
+        return self.vllm_config
+
+    async def get_model_config(self) -> Any:
+        """The model's settings, as of `vllm_config`."""
+        return self.vllm_config.model_config
 
     generate = _as_vllms(async_llm.AsyncLLM.generate)
     sleep = _as_vllms(async_llm.AsyncLLM.sleep)
@@ -96,10 +112,9 @@ def _settings(config: engine_args.EngineConfig, num_blocks: int) -> SimpleNamesp
     read = SimpleNamespace(**model.hf_config)
     sizes = {"get_vocab_size": lambda: model.vocab_size, "get_hidden_size": lambda: model.hidden_size}
     facts = {"hf_config": read, "hf_text_config": read, "dtype": getattr(torch, model.dtype)}
-    cache = {"num_gpu_blocks": num_blocks, "num_cpu_blocks": 0, "cache_dtype": args.kv_cache_dtype}
     return SimpleNamespace(
         model_config=_with(model, tokenizer=args.tokenizer or args.model, **sizes, **facts),
-        cache_config=_with(args, **cache),
+        cache_config=_with(args, num_gpu_blocks=num_blocks, num_cpu_blocks=0, cache_dtype=args.kv_cache_dtype),
         parallel_config=_with(args, world_size=args.num_ranks),
         scheduler_config=config.scheduler,
         speculative_config=config.speculative,
@@ -146,10 +161,8 @@ class Metrics(list[Metric]):
     def __init__(self, stats: EngineStats) -> None:
         self.stats = stats
         drafts = {} if stats.speculation is None else structs.asdict(stats.speculation)
-        for name, value in [
-            *structs.asdict(stats).items(),
-            *((f"spec_decode_{n}_total", v) for n, v in drafts.items()),
-        ]:
+        figures = structs.asdict(stats) | {f"spec_decode_{name}_total": value for name, value in drafts.items()}
+        for name, value in figures.items():
             kind: Any = Vector if isinstance(value, list) else Counter if name.endswith("_total") else Gauge
             if isinstance(value, int | float) or name.startswith("spec_"):
                 self.append(kind(f"vllm:{name.removesuffix('_total')}", {"engine": "0"}, value))

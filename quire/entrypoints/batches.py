@@ -51,12 +51,11 @@ class Batches:
                 prepared = replace(self._engine.prepare(prompt, one, add_special_tokens), pools=pools)
                 prepared.params.output_kind = RequestOutputKind.FINAL_ONLY  # no text is built that nobody reads
                 request_id = str(next(self._request_ids))
-                processed.append(self._engine.process_input(request_id, prepared, terms=served))
+                processed.append((request_id, self._engine.process_input(request_id, prepared, terms=served)))
             except InvalidRequestError as error:
                 raise of_prompt(error, place, len(prompts)) from None
         ids: list[str] = []
-        for place, entry in enumerate(processed):
-            request_id = entry.request.request_id
+        for place, (request_id, entry) in enumerate(processed):
             try:
                 self._engine.submit(entry)
             except InvalidRequestError as error:

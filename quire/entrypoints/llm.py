@@ -172,10 +172,9 @@ class LLM:
             remedy = "leave them out, or give a chat_template that shows them"
             raise InvalidRequestError(f"tools: the chat template has no use for them; {remedy}.", "tools")
         texts: list[PromptType] = []
-        for place, conversation in enumerate(conversations):
+        for place, one in enumerate(conversations):
             try:
-                form = chat_template_content_format
-                asked = Conversation(messages=conversation, content_format=form, **template, **turns)
+                asked = Conversation(messages=one, content_format=chat_template_content_format, **template, **turns)
                 texts.append(tokenizer.render(asked))
             except InvalidRequestError as error:
                 raise of_prompt(error, place, len(conversations), "messages") from None
@@ -228,7 +227,7 @@ class LLM:
                 raise InvalidRequestError(str(part.stop_reason), "params")
             tokens = output.prompt_token_ids + part.token_ids
             shown = tokens[:-1] if part.finish_reason == "stop" and not params.include_stop_str_in_output else tokens
-            text = None if tokenizer is None else tokenizer.decode(shown, skip_special_tokens=False)
+            text = None if tokenizer is None else tokenizer.decode(shown)
             found = BeamSearchSequence(tokens, part.logprobs or [], None, part.cumulative_logprob or 0.0, text)
             found.finish_reason, found.stop_reason = part.finish_reason, part.stop_reason
             sequences.append(found)
@@ -264,11 +263,10 @@ class LLM:
         outputs = self._batches.run(many, asked, terms, use_tqdm=use_tqdm, pools=True)
         if any(output.pooled is None for output in outputs):
             raise RequestFailedError("the engine failed to compute a vector; the log says why.")
+        vectors = [EmbeddingOutput(one.vector(output)) for one, output in zip(each, outputs, strict=True)]
         return [
-            EmbeddingRequestOutput(
-                o.request_id, EmbeddingOutput(one.vector(o)), o.prompt_token_ids, o.num_cached_tokens or 0
-            )
-            for o, one in zip(outputs, each, strict=True)
+            EmbeddingRequestOutput(o.request_id, vector, o.prompt_token_ids, o.num_cached_tokens or 0)
+            for o, vector in zip(outputs, vectors, strict=True)
         ]
 
     def encode(

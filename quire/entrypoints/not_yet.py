@@ -31,10 +31,9 @@ def engine_args(**kwargs: Any) -> EngineArgs:
             raise ConfigError(f"{alias} and {aliases[alias]} are two names of one option; give one of them.")
         kwargs[aliases[alias]] = kwargs.pop(alias)
     for name in [name for name in kwargs if name not in known]:
-        if not take_anyway(name, kwargs[name]):
+        if not take_anyway(name, kwargs.pop(name)):
             remedy = hint(name, known, "See quire.EngineArgs for the options there are.")
             raise ConfigError(f"unknown engine argument {name!r}. {remedy}")
-        del kwargs[name]
     given: dict[str, Any] = {name: v for name, v in kwargs.items() if str(v) not in ("None", "auto") or name == "model"}
     given["dtype"] = str(given.get("dtype", "auto")).removeprefix("torch.")  # torch.bfloat16, too
     return EngineArgs(**given)

@@ -62,8 +62,7 @@ class ReplicatedCore:
         self._check_alive()
         if self._sleeps:
             raise OverloadedError("the engines sleep; wake them up first.")
-        num_sequences = request.task.num_sequences
-        self._left[request.request_id] = set(range(num_sequences))
+        self._left[request.request_id] = set(range(request.task.num_sequences))
         self._send(Add(request))
 
     def abort(self, request_id: str) -> list[SequenceOutput]:

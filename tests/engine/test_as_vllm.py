@@ -107,6 +107,7 @@ def test_settings(llm: LLM) -> None:
 def test_settings_of_several_engines_are_the_same() -> None:
     engine = LLMEngine.from_engine_args(EngineArgs(max_model_len=64, num_kv_blocks=32))
     assert engine.vllm_config is engine.vllm_config
+    assert engine.get_tokenizer() is engine.tokenizer
     assert engine.cache_config.num_gpu_blocks == 32
 
 
@@ -143,9 +144,9 @@ async def _refusals(engine: AsyncLLM) -> None:
         assert not hasattr(engine, "nonsense")
         settings = engine.vllm_config
         assert (engine.model_config.max_model_len, settings.cache_config.num_gpu_blocks) == (64, 16)
-        with pytest.raises(NotYetSupportedError, match=r"^AsyncLLM.get_tokenizer is .*: read AsyncLLM.tokenizer\.$"):
-            await engine.get_tokenizer()
-        assert engine.tokenizer is not None
+        assert await engine.get_tokenizer() is engine.tokenizer is not None
+        assert (await engine.get_model_config()).get_vocab_size() == engine.config.model.vocab_size
+        assert await engine.get_vllm_config() is settings
     finally:
         engine.shutdown()
 
