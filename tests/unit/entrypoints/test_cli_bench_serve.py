@@ -1,8 +1,10 @@
 """`quire bench serve` against a fake server: what it sends, when, and the figures of what comes back."""
 
+import itertools
 import json
 import signal
 import threading
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -10,7 +12,10 @@ from xml.etree import ElementTree
 
 import pytest
 
+from quire.entrypoints.cli.load.bench_serve import run
+from quire.entrypoints.cli.load.options import LoadArgs
 from quire.entrypoints.cli.main import build_parser, main
+from quire.entrypoints.cli.remote import Model, RemoteError, Server
 from quire.errors import NotYetSupportedError
 
 COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
@@ -94,8 +99,38 @@ def test_a_command_line_of_vllms(server: Any, bench: Any) -> None:
         7,
         3,
     )
-    with pytest.raises(NotYetSupportedError, match="^--top-p is no option here, but of requests"):
-        build_parser().parse_known_args(["bench", "serve", "--top-p", "0.9"])
+    refused = {
+        ("serve", "--top-p", "0.9"): "is no option here, but of requests",
+        ("serve", "--lora-assignment", "random"): "is not supported here: .*--model NAME",
+        ("throughput", "--backend", "hf"): "has one value here, 'vllm'",
+        ("throughput", "--prefix-len", "2"): "is not an option here: .*--random-prefix-len",
+    }
+    for (what, *given), message in refused.items():
+        with pytest.raises(NotYetSupportedError, match=f"^{given[0]} {message}"):
+            build_parser().parse_known_args(["bench", what, *given])
+    taken = ["--backend", "vllm", "--hf-max-batch-size", "4", "--prefix-len", "0"]
+    assert build_parser().parse_known_args(["bench", "throughput", *taken])[1] == []
+
+
+def test_a_server_that_is_starting_is_waited_for(server: Any, bench: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    answers = itertools.chain([False, False], itertools.repeat(True))
+    ask = Server.models
+
+    def models(self: Any) -> list[Model]:
+        if not next(answers):
+            raise RemoteError("no server answers.")
+        return ask(self)
+
+    monkeypatch.setattr(Server, "models", models)
+    bench("--num-prompts", "1", "--random-input-len", "4", "--ready-check-timeout-sec", "60")
+    assert len(server.bodies(COMPLETIONS)) == 1
+    answers = itertools.repeat(False)
+    with pytest.raises(RemoteError, match="no server answers"):
+        run(LoadArgs(base_url=server.url, num_prompts=1))
+    start = time.monotonic()
+    with pytest.raises(RemoteError, match="no server answers"):
+        run(LoadArgs(base_url=server.url, num_prompts=1, ready_check_timeout_sec=0.6))
+    assert time.monotonic() - start >= 0.6
 
 
 def test_vllms_file_of_results(server: Any, bench: Any, tmp_path: Path) -> None:

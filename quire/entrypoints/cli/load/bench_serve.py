@@ -21,15 +21,15 @@ from quire.entrypoints.cli.load.client import Client
 from quire.entrypoints.cli.load.options import LoadArgs
 from quire.entrypoints.cli.load.outcome import send_all
 from quire.entrypoints.cli.load.workload import Request, fit_lengths, make_requests
-from quire.entrypoints.cli.remote import RemoteError, Server
+from quire.entrypoints.cli.remote import Model, RemoteError, Server
 from quire.errors import ConfigError, QuireError
 
 
 def run(args: LoadArgs) -> None:
     """Send the load, then print and write the figures; where no request succeeded, that is a RemoteError."""
     url, model = args.base_url or f"http://{args.host}:{args.port}", args.served_model_name or args.model
-    server = Server(url, args.api_key, model)
-    max_model_len = next((model.max_model_len for model in server.models() if model.id == server.model), None)
+    server, models = _find(url, args, model)
+    max_model_len = next((model.max_model_len for model in models if model.id == server.model), None)
     vocab_size = _vocab_size(args, server)
     if (fitted := fit_lengths(args, vocab_size, max_model_len)) != args:
         lengths = f"prompts of {fitted.random_input_len} and outputs of {fitted.random_output_len} tokens"
@@ -44,21 +44,17 @@ def run(args: LoadArgs) -> None:
     facts = {
         "date": datetime.now().strftime("%Y%m%d-%H%M%S"),
         **{"backend": args.backend, "endpoint_type": args.backend, "label": args.label},
-        **{"model_id": server.model, "tokenizer_id": args.tokenizer or server.model},
-        "dataset_name": args.dataset_name,
+        **{"model_id": server.model, "tokenizer_id": args.tokenizer or server.model, "dataset_name": args.dataset_name},
         "request_rate": "trace" if args.keeps_trace_times else "inf" if rate == math.inf else rate,
-        "burstiness": args.burstiness or 1.0,
-        "max_concurrency": args.max_concurrency,
+        **{"burstiness": args.burstiness or 1.0, "max_concurrency": args.max_concurrency},
         **dict(text.split("=", 1) for text in args.metadata or ()),
     }
     saves, flag = args.save_result or args.append_result, f"--result-{'filename' if args.result_filename else 'dir'}"
     results = OutputFile(args.result_path(facts), flag) if saves else None
-    warmups = bodies[: args.num_warmups]
-    if warmups:
+    if warmups := bodies[: args.num_warmups]:
         asyncio.run(send_all(client, path, warmups, [0.0] * len(warmups), args.max_concurrency))
     start, cpu_start = time.perf_counter(), time.process_time()
-    sending = send_all(client, path, bodies, arrivals, args.max_concurrency)
-    outcomes, interrupted = asyncio.run(sending)
+    outcomes, interrupted = asyncio.run(send_all(client, path, bodies, arrivals, args.max_concurrency))
     duration = max((outcome.end for outcome in outcomes), default=time.perf_counter()) - start
     cpu_seconds = time.process_time() - cpu_start
     facts |= {"num_prompts": len(outcomes), "client_cpu_seconds": cpu_seconds}
@@ -73,6 +69,19 @@ def run(args: LoadArgs) -> None:
         raise KeyboardInterrupt
     if not figures["completed"]:
         raise RemoteError(f"none of the {len(outcomes)} requests succeeded.")
+
+
+def _find(url: str, args: LoadArgs, model: str | None) -> tuple[Server, list[Model]]:
+    """The server and its models, as soon as it tells them."""
+    end = time.monotonic() + args.ready_check_timeout_sec
+    while True:
+        try:
+            server = Server(url, args.api_key, model)
+            return server, server.models()
+        except RemoteError:
+            if time.monotonic() >= end:
+                raise
+        time.sleep(0.25)
 
 
 def _vocab_size(args: LoadArgs, server: Server) -> int | None:
@@ -94,10 +103,9 @@ def _body(args: LoadArgs, model: str, request: Request) -> bytes:
         question = {"messages": [{"role": "user", "content": request.prompt}]}
     fields = {"model": model, **question, "max_tokens": request.max_tokens}
     fields |= {"stream": True, "stream_options": {"include_usage": True}}
-    if args.dataset_name != "custom" if args.ignore_eos is None else args.ignore_eos:
-        fields["ignore_eos"] = True
-    if args.temperature is not None:
-        fields["temperature"] = args.temperature
+    ignores = args.dataset_name != "custom" if args.ignore_eos is None else args.ignore_eos
+    chosen = {"ignore_eos": ignores or None, "temperature": args.temperature}
+    fields |= {name: value for name, value in chosen.items() if value is not None}
     return msgspec.json.encode(fields | (args.extra_body or {}))
 
 

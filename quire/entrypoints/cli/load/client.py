@@ -62,12 +62,10 @@ class Client:
             self._idle.pop().close()
 
     async def _connect(self) -> "_Connection":
-        loop, address = asyncio.get_running_loop(), self._address
+        loop, host, port = asyncio.get_running_loop(), self._address.host, self._address.port
         async with asyncio.timeout(CONNECT_SECONDS):
-            name = address.host if self._ssl is not None else None
-            made = await loop.create_connection(
-                _Connection, address.host, address.port, ssl=self._ssl, server_hostname=name
-            )
+            name = host if self._ssl is not None else None
+            made = await loop.create_connection(_Connection, host, port, ssl=self._ssl, server_hostname=name)
         return made[1]
 
 
@@ -126,14 +124,8 @@ class _Connection(asyncio.Protocol):
         while line := (yield from self._line()):
             name, _, value = line.partition(b":")
             fields[name.lower()] = value.strip().lower()
-        body = bytearray()
-
-        def emit(piece: bytes) -> None:
-            if int(status) == 200:
-                sink(piece, self._now)
-            else:
-                body.extend(piece)
-
+        body, goes_on = bytearray(), int(status) == 200
+        emit: Callable[[bytes], None] = (lambda piece: sink(piece, self._now)) if goes_on else body.extend
         if fields.get(b"transfer-encoding") == b"chunked":
             while size := int((yield from self._line()).partition(b";")[0], 16):
                 emit((yield from self._take(size + 2))[:-2])

@@ -42,6 +42,8 @@ class LoadArgs:
     """Of no effect, and taken as vLLM's scripts give it: the server tokenizes, and its counts are shown."""
     api_key: str | None = option(None)
     """Key; $QUIRE_API_KEY or else $OPENAI_API_KEY by default."""
+    ready_check_timeout_sec: float = option(0.0, 0)
+    """Seconds to wait for a server that is starting; one that does not answer is told of at once by default."""
 
     dataset_name: Literal["random", "trace", "custom", "sharegpt"] = option("random")
     """Where prompts come from."""

@@ -88,6 +88,6 @@ def table(result: Mapping[str, Any]) -> str:
         lines.append(f"{title:<{_WIDTH}}" + "".join(cells))
     if result["errors_by_kind"]:
         lines += ["", "Failures"]
-        for kind, count in result["errors_by_kind"].items():
-            lines.append(f"{count:>7,} x {kind}: {result['error_examples'][kind]}")
+        examples = result["error_examples"]
+        lines += [f"{count:>7,} x {kind}: {examples[kind]}" for kind, count in result["errors_by_kind"].items()]
     return "\n".join(lines)
