@@ -53,7 +53,7 @@ class AsyncInputs:
         book = self.processor.adapters
         return book.find(request) if book.knows(request) else await _run(self._encodings, lambda: book.find(request))
 
-    async def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
+    async def token_ids(self, text: str, add_special_tokens: bool = True) -> list[int]:
         """Token ids of a text."""
         tokenizer = self._tokenizer_or_refuse()
         return await self._encode(len(text), lambda: tokenizer.encode(text, add_special_tokens))

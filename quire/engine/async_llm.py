@@ -57,7 +57,7 @@ class AsyncLLM:
         config: options and model, with the context that the KV cache turned out to hold.
         model_config: the model's part of it.
         tokenizer: the model's, or None with skip_tokenizer_init.
-        prepare, encode, render_chat, find_adapter: see `AsyncInputs`.
+        prepare, token_ids, render_chat, find_adapter: see `AsyncInputs`.
         observer: is told what happens to requests; the server puts one of its own here.
         num_blocks: KV blocks of the engine.
         limits: the scheduler's limits and its policy, as they were last set.
@@ -72,7 +72,7 @@ class AsyncLLM:
         self.num_blocks = ready.num_blocks
         self._client, self._options = client, options
         self._inputs = inputs = AsyncInputs(config, tokenizer, options.engine == "thread")
-        self.prepare, self.encode, self.render_chat = inputs.prepare, inputs.encode, inputs.render_chat
+        self.prepare, self.token_ids, self.render_chat = inputs.prepare, inputs.token_ids, inputs.render_chat
         self.find_adapter = inputs.find_adapter
         self._outputs = OutputProcessor(tokenizer, config.args)
         self._streams: dict[str, OutputStream] = {}  # by internal id, as all that follow

@@ -5,10 +5,11 @@ from typing import Any
 import pytest
 import torch
 
-from quire import LLM, AsyncEngineArgs, AsyncLLM, AsyncLLMEngine, EngineArgs, LLMEngine, SamplingParams
+from quire import LLM, AsyncEngineArgs, AsyncLLM, AsyncLLMEngine, EngineArgs, LLMEngine, PoolingParams, SamplingParams
 from quire.config import engine_args
 from quire.entrypoints.as_vllm import Counter, Gauge, Vector
 from quire.entrypoints.cli.parser import Parser
+from quire.entrypoints.vllm_names import vllm_names
 from quire.errors import ConfigError, InvalidRequestError, NotYetSupportedError
 
 
@@ -141,7 +142,12 @@ async def _refusals(engine: AsyncLLM) -> None:
     try:
         with pytest.raises(NotYetSupportedError, match="^AsyncLLM.pause_generation is not supported: send no requests"):
             await engine.pause_generation(mode="keep")
+        with pytest.raises(
+            NotYetSupportedError, match=r"^AsyncLLM.encode is not supported yet: LLM.embed, .* vectors\.$"
+        ):
+            engine.encode("Once", PoolingParams(), "r")
         assert not hasattr(engine, "nonsense")
+        assert not [name for name in vllm_names()["AsyncLLM"] if hasattr(engine, name)], "what is there is not missing"
         settings = engine.vllm_config
         assert (engine.model_config.max_model_len, settings.cache_config.num_gpu_blocks) == (64, 16)
         assert await engine.get_tokenizer() is engine.tokenizer is not None
@@ -156,6 +162,8 @@ def test_methods_that_are_not_there(llm: LLM) -> None:
 
     assert AsyncLLMEngine is AsyncLLM
     asyncio.run(_refusals(AsyncLLM.from_engine_args(EngineArgs(max_model_len=64, num_kv_blocks=16))))
+    for owner in (llm, llm.llm_engine):
+        assert not [name for name in vllm_names()[type(owner).__name__] if hasattr(owner, name)]
     for owner, name in ((llm, "score"), (llm, "start_profile"), (llm.llm_engine, "add_lora")):
         with pytest.raises(NotYetSupportedError, match=f"^{type(owner).__name__}.{name} is not supported"):
             getattr(owner, name)

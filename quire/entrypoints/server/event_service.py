@@ -73,7 +73,7 @@ async def events_of(
             if events:
                 yield events
     thought = writer.reasoning()
-    yield writer.close(len(await state.llm.encode(thought, False)) if thought else 0)
+    yield writer.close(len(await state.llm.token_ids(thought, False)) if thought else 0)
 
 
 def named_event(event: Event) -> bytes:

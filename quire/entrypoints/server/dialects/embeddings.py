@@ -115,7 +115,7 @@ async def read_ollama_embed(state: ServerState, body: OllamaEmbedRequest, reques
     room, begin = state.llm.config.model.max_model_len - 1, time.monotonic_ns()
     texts: list[Any] = [body.input] if isinstance(body.input, str) else body.input
     if body.truncate is not False:
-        texts = [(await state.llm.encode(text))[:room] for text in texts]
+        texts = [(await state.llm.token_ids(text))[:room] for text in texts]
 
     def form(writer: EmbeddingWriter) -> dict[str, Any]:
         if body.is_old:

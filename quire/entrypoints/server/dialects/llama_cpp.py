@@ -59,7 +59,7 @@ async def tokens_of(state: ServerState, prompt: str | list[int | str]) -> list[i
     """Tokens and texts in turn as tokens; only what begins the prompt gets what begins prompts."""
     ids: list[int] = []
     for place, part in enumerate([prompt] if isinstance(prompt, str) else prompt):
-        ids += [part] if isinstance(part, int) else await state.llm.encode(part, place == 0)
+        ids += [part] if isinstance(part, int) else await state.llm.token_ids(part, place == 0)
     return ids
 
 

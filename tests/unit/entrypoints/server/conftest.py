@@ -127,7 +127,7 @@ class FakeAsyncLLM:
     async def prepare(self, prompt: Any, params: SamplingParams, add_special_tokens: bool = True) -> PreparedPrompt:
         text, token_ids = prompt.get("prompt"), prompt.get("prompt_token_ids")
         if token_ids is None:
-            token_ids = await self.encode(text, add_special_tokens)
+            token_ids = await self.token_ids(text, add_special_tokens)
         return PreparedPrompt(token_ids, text, params, prompt.get("cache_salt"))
 
     async def find_adapter(self, request: Any) -> None:
@@ -154,7 +154,7 @@ class FakeAsyncLLM:
         if self.failure is not None:
             raise self.failure
 
-    async def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
+    async def token_ids(self, text: str, add_special_tokens: bool = True) -> list[int]:
         assert self.tokenizer is not None
         return self.tokenizer.encode(text, add_special_tokens)
 
