@@ -16,7 +16,7 @@ from quire.entrypoints.cli.load.bench_serve import run
 from quire.entrypoints.cli.load.options import LoadArgs
 from quire.entrypoints.cli.main import build_parser, main
 from quire.entrypoints.cli.remote import Model, RemoteError, Server
-from quire.errors import NotYetSupportedError
+from quire.errors import ConfigError, NotYetSupportedError
 
 COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
 
@@ -110,6 +110,19 @@ def test_a_command_line_of_vllms(server: Any, bench: Any) -> None:
             build_parser().parse_known_args(["bench", what, *given])
     taken = ["--backend", "vllm", "--hf-max-batch-size", "4", "--prefix-len", "0"]
     assert build_parser().parse_known_args(["bench", "throughput", *taken])[1] == []
+
+
+def test_percentiles_that_are_asked_for(server: Any, bench: Any, capsys: pytest.CaptureFixture[str]) -> None:
+    figures = bench("--num-prompts", "2", "--random-input-len", "5", "--metric-percentiles", "25,50,99.9")
+    names = ("mean", "std", "median", "p25", "p50", "p99.9")
+    for metric in ("ttft", "tpot", "itl", "e2el"):
+        assert [key for key in figures if key.endswith(f"_{metric}_ms")] == [f"{name}_{metric}_ms" for name in names]
+        assert figures[f"p50_{metric}_ms"] == figures[f"median_{metric}_ms"]
+    (head,) = (line for line in capsys.readouterr().out.splitlines() if line.startswith("Milliseconds"))
+    assert tuple(head.split()[1:]) == names
+    for wrong in ("50,", "101", "p50", ""):
+        with pytest.raises(ConfigError, match="metric_percentiles must be numbers from 0 to 100"):
+            LoadArgs(metric_percentiles=wrong)
 
 
 def test_a_server_that_is_starting_is_waited_for(server: Any, bench: Any, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -218,7 +218,7 @@ def outcome(start: float, *times: float, **fields: Any) -> Outcome:
 def test_figures() -> None:
     failed = Outcome(0.5, 0.5, 0.6, error="HTTP 503", error_message="busy")
     outcomes = [outcome(0.0, 0.1, 0.3, 0.5), outcome(0.2, 0.6), failed]
-    figures = report.figures(outcomes, 2.0, {"ttft": 150, "tpot": 250})
+    figures = report.figures(outcomes, 2.0, {"ttft": 150, "tpot": 250}, [90, 95, 99])
     assert (figures["completed"], figures["failed"], figures["errors_by_kind"]) == (2, 1, {"HTTP 503": 1})
     assert (figures["request_throughput"], figures["request_goodput"]) == (1.0, 0.5)
     assert (figures["output_throughput"], figures["total_token_throughput"]) == (2.0, 12.0)
@@ -233,7 +233,7 @@ def test_any_run_can_be_drawn(runs: list[tuple[float, float, float, bool]]) -> N
     outcomes = [outcome(start, start + a, start + a + b) for start, a, b, _ in runs]
     for each, (*_, fails) in zip(outcomes, runs, strict=True):
         each.error = "HTTP 503" if fails else None
-    figures = report.figures(outcomes, 9.0, {})
+    figures = report.figures(outcomes, 9.0, {}, [90, 95, 99])
     facts = {"model_id": "<&>", "request_rate": 2.5, "num_prompts": len(runs), "max_concurrency": None}
     drawing = plot.render(outcomes, figures, facts)
     assert ElementTree.fromstring(drawing).get("role") == "img"

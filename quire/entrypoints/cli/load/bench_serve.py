@@ -58,7 +58,7 @@ def run(args: LoadArgs) -> None:
     duration = max((outcome.end for outcome in outcomes), default=time.perf_counter()) - start
     cpu_seconds = time.process_time() - cpu_start
     facts |= {"num_prompts": len(outcomes), "client_cpu_seconds": cpu_seconds}
-    figures = report.figures(outcomes, duration, args.bounds)
+    figures = report.figures(outcomes, duration, args.bounds, args.percentiles)
     saved = facts | figures | (report.details(outcomes) if args.save_detailed else {})
     print(f"{report.table(figures)}\n\nThis client used {cpu_seconds / duration:.0%} of a processor core.")
     write_figures(args.output_json, saved)
@@ -86,13 +86,11 @@ def _find(url: str, args: LoadArgs, model: str | None) -> tuple[Server, list[Mod
 
 def _vocab_size(args: LoadArgs, server: Server) -> int | None:
     """How many token ids prompts can be made of; None where they have to be text."""
-    if args.backend == "openai-chat":
-        return None
-    try:
-        facts = msgspec.json.decode(server.get(server.address.path.removesuffix("/v1") + "/tokenizer_info"))
-        return max(1, int(facts["vocab_size"]))
-    except (QuireError, LookupError, TypeError, ValueError):
-        return None  # only some servers tell
+    with contextlib.suppress(QuireError, LookupError, TypeError, ValueError):  # only some servers tell
+        if args.backend != "openai-chat":
+            facts = msgspec.json.decode(server.get(server.address.path.removesuffix("/v1") + "/tokenizer_info"))
+            return max(1, int(facts["vocab_size"]))
+    return None
 
 
 def _body(args: LoadArgs, model: str, request: Request) -> bytes:

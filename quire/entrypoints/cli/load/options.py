@@ -82,6 +82,8 @@ class LoadArgs:
 
     goodput: list[str] | None = option(None)
     """Bounds that a good request keeps, such as ttft:500 tpot:50 (or e2el)."""
+    metric_percentiles: str = option("90,95,99")
+    """Percentiles to tell, with commas between them."""
     output_json: OutputFile | None = option(None)
     """Write the figures to this file."""
     save_result: bool = option(False)
@@ -113,7 +115,7 @@ class LoadArgs:
             raise ConfigError("burstiness needs a request_rate.")
         if not all("=" in text for text in self.metadata or ()):
             raise ConfigError("metadata has a text without '='; give KEY=VALUE each.")
-        _ = self.bounds  # which checks its texts
+        _ = self.bounds, self.percentiles  # which check their texts
 
     @property
     def keeps_trace_times(self) -> bool:
@@ -126,6 +128,13 @@ class LoadArgs:
         rate, model = f"{facts['request_rate']}qps", facts["model_id"].split("/")[-1]
         name = self.result_filename or f"{facts['label'] or self.backend}-{rate}{held}-{model}-{facts['date']}.json"
         return os.path.join(self.result_dir or "", name)
+
+    @property
+    def percentiles(self) -> list[float]:
+        """The percentiles to tell, from 0 to 100."""
+        if not all(re.fullmatch(r"\d\d?(\.\d+)?|100", text) for text in self.metric_percentiles.split(",")):
+            raise ConfigError("metric_percentiles must be numbers from 0 to 100 with commas between, such as 50,99.")
+        return [float(text) for text in self.metric_percentiles.split(",")]
 
     @property
     def bounds(self) -> dict[str, float]:

@@ -59,8 +59,7 @@ def _distribution(box: Box, label: str, seconds: Sequence[float]) -> Iterator[st
     median, p99 = np.percentile(values, [50, 99])
     span = max(float(p99), 1e-3)
     yield from axis(box, span, f"{label} (ms): median {median:,.4g}, p99 {p99:,.4g}" if seconds else f"{label}: none")
-    for share in (0, 50, 100):
-        yield text(x - 6, y + height * (1 - share / 100) + 4, f"{share}%", "end")
+    yield from (text(x - 6, y + height * (1 - share / 100) + 4, f"{share}%", "end") for share in (0, 50, 100))
     shares = np.linspace(0, 99, 199)
     points = zip(x + width * np.percentile(values, shares) / span, y + height * (1 - shares / 100), strict=True)
     yield curve(list(points), "curve")

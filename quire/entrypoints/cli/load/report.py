@@ -17,14 +17,7 @@ _METRICS = {
     "itl": "Inter-token latency (ITL)",
     "e2el": "End-to-end latency (E2EL)",
 }
-_STATISTICS = {
-    "mean": np.mean,
-    "std": np.std,
-    "median": np.median,
-    "p90": lambda values: np.percentile(values, 90),
-    "p95": lambda values: np.percentile(values, 95),
-    "p99": lambda values: np.percentile(values, 99),
-}
+_STATISTICS = {"mean": np.mean, "std": np.std, "median": np.median}
 _DETAILS = {  # vLLM's names, and whose they are in an outcome
     **{"input_lens": "num_prompt_tokens", "output_lens": "num_output_tokens", "itls": "itls"},
     **{"latencies": "e2el", "start_times": "start", "errors": "error_message"},
@@ -32,7 +25,9 @@ _DETAILS = {  # vLLM's names, and whose they are in an outcome
 _WIDTH = 34  # of the names in the table
 
 
-def figures(outcomes: Sequence[Outcome], duration: float, goodput: Mapping[str, float]) -> dict[str, Any]:
+def figures(
+    outcomes: Sequence[Outcome], duration: float, goodput: Mapping[str, float], percentiles: Sequence[float]
+) -> dict[str, Any]:
     """All figures of a run of `duration` seconds; a good request keeps all bounds of `goodput` (in milliseconds)."""
     good = [outcome for outcome in outcomes if outcome.error is None]
     num_input = sum(outcome.num_prompt_tokens for outcome in good)
@@ -60,6 +55,7 @@ def figures(outcomes: Sequence[Outcome], duration: float, goodput: Mapping[str, 
     for name in _METRICS:
         values = np.array(seconds[name] or [0.0]) * 1000  # zeros where there is no value, as vLLM has it
         result |= {f"{statistic}_{name}_ms": float(of(values)) for statistic, of in _STATISTICS.items()}
+        result |= {f"p{share:g}_{name}_ms": float(np.percentile(values, share)) for share in percentiles}
     return result
 
 
@@ -82,9 +78,10 @@ def table(result: Mapping[str, Any]) -> str:
     if result["request_goodput"] is not None:
         rows.insert(4, ("Request goodput", f"{result['request_goodput']:.2f} /s"))
     lines = [f"{name:<{_WIDTH}}{value}" for name, value in rows]
-    lines += ["", f"{'Milliseconds':<{_WIDTH}}" + "".join(f"{statistic:>10}" for statistic in _STATISTICS)]
+    statistics = [key.removesuffix("_ttft_ms") for key in result if key.endswith("_ttft_ms")]
+    lines += ["", f"{'Milliseconds':<{_WIDTH}}" + "".join(f"{statistic:>10}" for statistic in statistics)]
     for name, title in _METRICS.items():
-        cells = [f"{result[f'{statistic}_{name}_ms']:>10,.2f}" for statistic in _STATISTICS]
+        cells = [f"{result[f'{statistic}_{name}_ms']:>10,.2f}" for statistic in statistics]
         lines.append(f"{title:<{_WIDTH}}" + "".join(cells))
     if result["errors_by_kind"]:
         lines += ["", "Failures"]

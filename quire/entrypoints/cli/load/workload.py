@@ -54,8 +54,7 @@ def make_requests(args: LoadArgs, vocab_size: int | None, max_model_len: int | N
     if args.dataset_name in ("custom", "sharegpt"):
         requests = [Request(*each) for each in read_prompts(path, "--dataset-path", args.num_prompts, output_len)]
     elif args.dataset_name == "trace":
-        shapes = read_trace(path, args.num_prompts, args.trace_scale or 1.0)
-        requests = fill(shapes, vocab_size, args)
+        requests = fill(read_trace(path, args.num_prompts, args.trace_scale or 1.0), vocab_size, args)
     else:
         shapes = random_shapes(args, output_len)
         longest = max(shape.input_len + shape.output_len for shape in shapes) + (args.random_prefix_len or 0)
