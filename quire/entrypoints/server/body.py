@@ -69,7 +69,7 @@ class JsonRoute(APIRoute):
 
 
 def decode_object(body: bytes) -> dict[str, Any]:
-    """The object of a JSON text.
+    """The object of a JSON text; its own numbers are integers where they are whole.
 
     Raises:
         InvalidRequestError: it is no JSON, or no object.
@@ -91,7 +91,8 @@ def decode_object(body: bytes) -> dict[str, Any]:
             gc.enable()
     if not isinstance(value, dict):
         raise InvalidRequestError(f"the body must be a JSON object; it is {_NAMES[type(value)]}.")
-    return value
+    # 16.0 is an integer of JSON's, and what clients of languages with one kind of number write.
+    return value | {name: int(given) for name, given in value.items() if type(given) is float and given.is_integer()}
 
 
 _NAMES = {

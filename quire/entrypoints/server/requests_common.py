@@ -1,7 +1,7 @@
 """What completion and chat requests have in common: the fields, their types and bounds, and what is refused by name.
 
 Fields left out, or null, take the defaults that API.md gives. Validation is strict: no bool passes for a number, no
-float for an integer. Rules between fields, and those that depend on the model, are for `sampling` to check. Knows no
+fraction for an integer. Rules between fields, and those that depend on the model, are for `sampling` to check. Knows no
 engine.
 """
 

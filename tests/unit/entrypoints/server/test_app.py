@@ -1,6 +1,7 @@
 """The application as a whole: bad bodies, unknown routes, and what its OpenAPI description says."""
 
 import gzip
+import json
 from collections.abc import Callable
 from typing import Any
 
@@ -10,7 +11,7 @@ from fastapi.testclient import TestClient
 
 import quire
 from quire.entrypoints.server.app import build_app
-from quire.entrypoints.server.body import JsonRoute
+from quire.entrypoints.server.body import JsonRoute, decode_object
 
 JSON = {"Content-Type": "application/json"}
 
@@ -41,6 +42,19 @@ def test_bad_bodies(client: TestClient, body: bytes, message: str) -> None:
     error = answer.json()["error"]
     assert (answer.status_code, error["type"]) == (400, "invalid_request_error")
     assert message in error["message"]
+
+
+def test_whole_numbers_are_integers_however_they_are_written(client: TestClient) -> None:
+    asked = {"prompt": "x"}
+    for field, whole, broken in (("max_tokens", "2.0", "2.5"), ("n", "1e0", "1.5"), ("top_k", "-1.0", "-0.5")):
+        texts = [json.dumps(asked)[:-1] + f', "{field}": {number}' + "}" for number in (whole, broken)]
+        taken, refused = (client.post("/v1/completions", content=text, headers=JSON) for text in texts)
+        assert (taken.status_code, refused.status_code, refused.json()["error"]["param"]) == (200, 400, field)
+    assert decode_object(b'{"a": 1.0, "b": [1.0], "c": true, "d": 0.5}') == {"a": 1, "b": [1.0], "c": True, "d": 0.5}
+    assert type(decode_object(b'{"a": 1.0}')["a"]) is int
+    huge = json.dumps(asked | {"max_tokens": 1e300})
+    error = client.post("/v1/completions", content=huge, headers=JSON).json()["error"]
+    assert (error["param"], len(error["message"]) < 300) == ("max_tokens", True)
 
 
 @pytest.mark.parametrize(
