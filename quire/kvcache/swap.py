@@ -201,11 +201,15 @@ class SwapSpace:
         for block in found:
             if block < 0:
                 host_block, block = -1 - block, next(fresh)
-                self.pools[number].acquire(host_block)
-                self.arrivals.add(BlockCopy(table.sequence_id, number, host_block, block))
+                self._bring_in(BlockCopy(table.sequence_id, number, host_block, block))
                 self._stats.host_hits_total += not is_swapped
             block_ids.append(block)
         return block_ids
+
+    def _bring_in(self, copy: BlockCopy) -> None:
+        """Copy a host block to a sequence's own."""
+        self.pools[copy.group].acquire(copy.source)
+        self.arrivals.add(copy)
 
     def _touch(self, group: int, name: bytes) -> bool:
         """Whether a block of that name is here; if so, it was used just now."""
