@@ -418,7 +418,12 @@ def test_vllms_parameters_that_ask_for_nothing() -> None:
 
 @pytest.mark.parametrize(
     ("name", "value"),
-    [("thinking_token_budget", 0), ("repetition_detection", {}), ("watermarking", True), ("logprob_token_ids", [1])],
+    [
+        ("thinking_token_budget", 0),
+        ("repetition_detection", {"min_count": 2}),
+        ("watermarking", True),
+        ("logprob_token_ids", [1]),
+    ],
 )
 def test_vllms_parameters_that_are_refused(name: str, value: object) -> None:
     with pytest.raises(NotYetSupportedError, match=f"^{name} is not supported"):

@@ -11,7 +11,7 @@ from functools import cache
 import torch
 from torch import Tensor
 
-from quire.ops.native.library import TORCH, Target, default_target, loaded_library
+from quire.ops.native.library import Target, default_target, levels, loaded_library
 from quire.ops.native.structs import TYPE_OF, Type, c_struct
 
 BLOCK_ROWS = 16
@@ -36,7 +36,7 @@ def weight_order(level: str, type: Type) -> tuple[Type, bool, int]:
 
 def orders_of(level: str) -> list[str]:
     """What tells files of a level's packed weights from those of others."""
-    orders = {type: weight_order(level, type)[:2] for type in Type if level not in ("", TORCH)}
+    orders = {type: weight_order(level, type)[:2] for type in Type if level in levels()[:-1]}
     return [f"{type.name} {order}" for type, order in orders.items() if order != (type, False)]
 
 

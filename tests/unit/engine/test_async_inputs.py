@@ -55,11 +55,11 @@ def run(main: Coroutine[Any, Any, None]) -> None:
 def test_long_encodings_hold_up_no_chat(monkeypatch: pytest.MonkeyPatch) -> None:
     async def main() -> None:
         async with inputs(monkeypatch) as (made, held):
-            long = [asyncio.create_task(made.encode(WORDS)) for _ in range(4)]
+            long = [asyncio.create_task(made.token_ids(WORDS)) for _ in range(4)]
             await asyncio.sleep(0)
             text = await made.render_chat(MESSAGES)
-            assert await made.encode(text, add_special_tokens=False)
-            assert len(await made.encode("word " * 1000)) > 1000, "of a middling length: there are threads for it"
+            assert await made.token_ids(text, add_special_tokens=False)
+            assert len(await made.token_ids("word " * 1000)) > 1000, "of a middling length: there are threads for it"
             assert not any(task.done() for task in long)
             assert held.num_begun <= 1, "they wait for one another"
             held.go_on.set()
