@@ -8,7 +8,9 @@ import pytest
 
 from quire.entrypoints.cli.bench_step import Kernel, Limits
 from quire.entrypoints.cli.main import main
-from quire.ops.native.library import levels
+from quire.ops.native.library import default_target, levels
+from quire.ops.native.matrix import weight_format, weight_order
+from quire.ops.native.structs import Type
 
 needs_kernels = pytest.mark.skipif(len(levels()) == 1, reason="there are no compiled kernels here")
 SMALL = [
@@ -38,7 +40,8 @@ def test_a_run_on_the_demo(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -
     down, head = "product 256 x 704 bf16", "product 4096 x 256 bf16"
     for kernels, tokens in ((prompts, 3 * 40), (decoding, 3)):
         assert kernels[down]["calls"] == 5
-        assert kernels[down]["num_bytes"] == 5 * 256 * 704 * 2
+        kept = weight_order(default_target().level, Type.BF16)[0]
+        assert kernels[down]["num_bytes"] == 5 * 256 * 704 // 512 * weight_format(kept).tile_bytes
         assert kernels[down]["operations"] == 5 * 2 * 256 * 704 * tokens
         assert kernels[head]["operations"] == 2 * 4096 * 256 * 3  # of the last tokens only
     heads = prompts["attention"]["operations"] / (4 * 3 * 40 * 41 / 2)
