@@ -17,6 +17,7 @@
 
 namespace quire::QUIRE_NS {
 
+// The one place where a level says so. The same on each start: bits follow from it.
 inline WeightOrder order_of(Type type) {
 #if defined(__AVX512VNNI__) && !defined(__AMX_BF16__)
     if (type == Type::i8) return {Type::w8a16, 0, bytes_of_x(Type::w8a16)};

@@ -1,10 +1,10 @@
 // Linear layers of pairs of integers: on AVX2, where neither bf16 nor bytes can be multiplied, whatever the weights are kept as; with
-// AVX512_VNNI codes that have scales for some columns, and bf16 where that can't be multiplied. VPMADDWD and VPDPWSSD multiply twice as
-// many as floats are multiplied.
+// AVX512_VNNI codes that have scales for some columns, and bf16 where the CPU can't multiply that, or not as fast (order_of in
+// linear_op.h). VPMADDWD and VPDPWSSD multiply twice as many as floats are multiplied.
 //
 // 32 columns of a row of x share a power of 2, counted in which the largest takes 14 bits: the bf16 numbers down to 1/64 of it
 // stay what they are, and no smaller one is off by more than 1/16384 of it. Likewise 32 columns of a row of bf16 weights, in
-// 12 bits. Other weights are the integers that their codes are, and meet their scales afterwards: no weight is rounded.
+// 12 bits, as they are packed. Other weights are the integers that their codes are, and meet their scales afterwards: no weight is rounded.
 // Where x is to be rounded to eight bits (w8a8, w4a8), all columns of a row share what they are counted in.
 // Sums of 32 columns are exact, and are added up in fp32 in the order of the columns: a row's bits are its own, however many
 // rows there are and whichever way below is taken.
