@@ -160,7 +160,7 @@ inline void fill_panel(const LinearArgs& a, int64_t panel, int groups, int zero,
 #if defined(__AVX512VNNI__)
     for (int64_t t = 0; t < out.num_tiles && rows.count > 3; t++) {  // fewer take less one by one
         const int64_t left = a.weight.cols - t * 32;
-        const uint32_t present = left < 32 ? (1u << left) - 1 : ~0u;
+        const uint32_t present = left >= 32 ? ~0u : left > 0 ? (1u << left) - 1 : 0;  // rows may have tiles beyond their columns
         for (uint32_t broken = fill_lanes(first + t * 32, a.x_stride, rows.count, present, groups, zero, out.width, out.columns(panel, t), out.unit(panel, t)); broken; broken &= broken - 1)
             fill(__builtin_ctz(broken), t, 0);
     }
