@@ -10,7 +10,8 @@
 
 namespace quire::QUIRE_NS {
 
-// bf16 of the magnitudes 0..127, by low and high byte. The sign bit is the code's own. Made by the compiler: no code of a level may run before the CPU is known to have it.
+// bf16 of the magnitudes 0..127, by low and high byte. The sign bit is the code's own. Made by the compiler: no code of a level may run
+// before the CPU is known to have it.
 struct I8Tables {
     alignas(64) uint8_t low[128], high[128];
     constexpr I8Tables() : low(), high() {
