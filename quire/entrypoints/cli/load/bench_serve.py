@@ -46,7 +46,8 @@ def run(args: LoadArgs) -> None:
         **{"backend": args.backend, "endpoint_type": args.backend, "label": args.label},
         **{"model_id": server.model, "tokenizer_id": args.tokenizer or server.model, "dataset_name": args.dataset_name},
         "request_rate": "trace" if args.keeps_trace_times else "inf" if rate == math.inf else rate,
-        **{"burstiness": args.burstiness or 1.0, "max_concurrency": args.max_concurrency},
+        "burstiness": args.burstiness or 1.0,
+        "max_concurrency": args.max_concurrency,
         **dict(text.split("=", 1) for text in args.metadata or ()),
     }
     saves, flag = args.save_result or args.append_result, f"--result-{'filename' if args.result_filename else 'dir'}"
