@@ -514,9 +514,9 @@ def quantized(seconds: float) -> Iterator[Result]:
 
 # By name, with the seconds that each may take; what comes last gets what is left.
 SECTIONS: dict[str, tuple[Section, int]] = {
-    "first": (first, 90),
-    "engines": (engines, 95),
-    "exact": (exact, 90),
+    "first": (first, 140),
+    "engines": (engines, 140),
+    "exact": (exact, 140),
     "served": (served, 90),
     "tests": (tests, 140),
     "limits": (limits, 30),

@@ -28,9 +28,11 @@ def _norm(
     SUBTRACT_MEAN: tl.constexpr,
     PLUS_ONE: tl.constexpr,
 ):
-    begin_kernel()
-    rows = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     columns = tl.arange(0, BLOCK)[None, :]
+    if weight is not None:
+        factor = tl.load(weight + columns, columns < SIZE, other=0.0).to(tl.float32)
+    begin_kernel()  # weights, which no kernel writes, are on their way
+    rows = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     mask = (rows < num_rows)[:, None] & (columns < SIZE)
     places = rows.to(tl.int64)[:, None] * SIZE + columns
     wide = tl.load(x + places, mask, other=0.0).to(tl.float32)
@@ -45,7 +47,6 @@ def _norm(
     variance = tl.div_rn(tl.sum(wide * wide, 1), SIZE * 1.0)
     wide = tl.div_rn(wide, tl.sqrt_rn(variance + eps)[:, None])
     if weight is not None:
-        factor = tl.load(weight + columns, columns < SIZE, other=0.0).to(tl.float32)
         wide *= factor + 1.0 if PLUS_ONE else factor
     if bias is not None:
         wide += tl.load(bias + columns, columns < SIZE, other=0.0).to(tl.float32)

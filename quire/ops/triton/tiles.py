@@ -84,8 +84,10 @@ def choose(where: Processors, num_rows: int, num_columns: int, x_bits: int, weig
     block_m, block_n = _rows_and_columns(kind, num_rows, num_columns)
     block_k = _features(kind, square=block_m == block_n)
     num_tiles = -(-num_rows // block_m) * -(-num_columns // block_n)
-    # Two programs on a processor, where there are so many and their registers leave room for it.
-    share = 2 if not hopper and num_tiles > where.number and block_m * block_n <= 128 * 64 else 1
+    # Two programs on a processor, where there are so many and their registers leave room for it: one loads its first
+    # tiles while the other still multiplies.
+    light = turned and few and not coded if hopper else block_m * block_n <= 128 * 64
+    share = 2 if num_tiles > where.number and light else 1
     num_stages = _stages(kind, share, block_m, block_n, block_k)
     num_programs = num_tiles if few else min(num_tiles, where.number * share)
     num_warps = 8 if block_m * block_n >= 128 * 128 else 4

@@ -41,6 +41,9 @@ def test_few_rows_leave_few_processors_idle() -> None:
             tiles = choose(hopper, num_rows, num_columns, 16, 16)
             assert tiles.num_programs >= 0.7 * 132
             assert tiles.block_m == max(16, num_rows), "rows that are not there are not multiplied"
+            if tiles.num_programs > 132:
+                shared = tiles.num_stages * tiles.block_k * (tiles.block_m + tiles.block_n) * 2
+                assert 2 * shared <= SHARED[90] * 1024, "one loads while the other multiplies"
     assert choose(hopper, 8192, 4096, 16, 16)[:2] == (128, 256)
     assert choose(hopper, 1024, 6144, 16, 16)[:2] == (128, 128), "less of the last round is idle"
     assert choose(hopper, 8192, 4096, 16, 4)[:2] == (256, 128), (
