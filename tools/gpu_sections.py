@@ -7,6 +7,7 @@ import contextlib
 import cProfile
 import gc
 import importlib.util
+import itertools
 import json
 import math
 import os
@@ -15,6 +16,7 @@ import random
 import re
 import signal
 import socket
+import statistics
 import subprocess
 import sys
 import tempfile
@@ -122,6 +124,42 @@ def kernels(function: Callable[[], Any], most: int = 12) -> list[Result]:
         function()
     found = sorted(profiled.key_averages(), key=lambda each: -each.self_device_time_total)[:most]
     return [{"kernel": each.key[:60], "calls": each.count, "ms": each.self_device_time_total / 1e3} for each in found]
+
+
+def trace(function: Callable[[], Any]) -> list[Result]:
+    """The kernels that the device ran meanwhile, as Chrome's traces have them."""
+    from torch.profiler import ProfilerActivity, profile
+
+    with profile(activities=[ProfilerActivity.CUDA]) as profiled:
+        function()
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "trace.json"
+        profiled.export_chrome_trace(str(path))
+        return [event for event in json.loads(path.read_text())["traceEvents"] if event.get("cat") == "kernel"]
+
+
+def own_times(events: list[Result], first: str) -> list[Result]:
+    """Of the steps that begin with the kernel `first`: how many microseconds each kernel of some grid adds to one.
+
+    That is from when all before it have ended to its own end, however early it came to its place; the medians of steps
+    of as many kernels as most of them have, but for the first few.
+    """
+    events = sorted(events, key=lambda event: event["ts"])
+    begins = [i for i, event in enumerate(events) if event["name"].startswith(first)]
+    steps = [events[begin:end] for begin, end in itertools.pairwise(begins)]
+    most = statistics.mode(len(step) for step in steps)
+    alike = [step for step in steps if len(step) == most]
+    alike = alike[min(4, len(alike) - 1) :]
+    found: dict[tuple[str, str], Result] = {}
+    last = 0.0
+    for i, event in enumerate(alike[0]):
+        name, grid = event["name"][:60], str(event.get("args", {}).get("grid"))
+        end = statistics.median(step[i]["ts"] + step[i]["dur"] - step[0]["ts"] for step in alike)
+        row = found.setdefault((name, grid), {"kernel": name, "grid": grid, "calls": 0, "own_us": 0.0})
+        row["calls"] += 1
+        row["own_us"] += max(0.0, end - last)
+        last = max(last, end)
+    return list(found.values())
 
 
 def release() -> None:
@@ -474,6 +512,13 @@ def token_ms(**options: Any) -> float:
     return step_seconds(llm, 128, 128, rounds=2) * 1e3
 
 
+def token(seconds: float) -> Iterator[Result]:
+    """Where the time of a token goes, of 8 layers of the 8B shape at batch 1: what each kernel adds to a step."""
+    llm = engine("llama-3-8b, 8 layers", max_num_seqs=8, max_num_batched_tokens=2048)
+    run(llm, [(128, 8)])  # captures the graph
+    yield {"rows": own_times(trace(lambda: run(llm, [(128, 48)])), "_embedding")}
+
+
 def eager(seconds: float) -> Iterator[Result]:
     """A token of 8 layers of the 8B shape at batch 1, in graphs and kernel by kernel."""
     yield {"token_ms": token_ms(), "token_ms_eager": token_ms(enforce_eager=True)}
@@ -525,5 +570,6 @@ SECTIONS: dict[str, tuple[Section, int]] = {
     "small": (small, 60),
     "quantized": (quantized, 60),
     "eager": (eager, 50),
+    "token": (token, 40),
 }
 CHECKS = ("first", "engines", "exact", "served", "tests")  # nothing in them is timed, and they leave each other memory

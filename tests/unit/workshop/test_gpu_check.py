@@ -72,6 +72,22 @@ def test_what_hangs_leaves_what_was_found(tmp_path: Path, monkeypatch: pytest.Mo
     assert given == [3]
 
 
+def test_a_kernel_that_comes_early_adds_only_what_it_takes_after_the_others() -> None:
+    def step(at: float, *kernels: tuple[str, float, float]) -> list[dict[str, Any]]:
+        return [{"name": name, "ts": at + begin, "dur": dur, "args": {"grid": [1]}} for name, begin, dur in kernels]
+
+    events: list[dict[str, Any]] = []
+    for i in range(6):
+        events += step(i * 100.0, ("embed", 0, 2), ("product", 1, 11), ("norm", 2, 13), ("product", 3, 32))
+    events += step(600.0, ("embed", 0, 2), ("product", 1, 50))
+    events += step(700.0, ("embed", 0, 2))
+    assert gpu_sections.own_times(events, "embed") == [
+        {"kernel": "embed", "grid": "[1]", "calls": 1, "own_us": 2.0},
+        {"kernel": "product", "grid": "[1]", "calls": 2, "own_us": 30.0},
+        {"kernel": "norm", "grid": "[1]", "calls": 1, "own_us": 3.0},
+    ]
+
+
 def test_the_page_shows_whatever_there_is() -> None:
     results: dict[str, Any] = {
         "limits": {"read_gb_s": 3000.0, "multiply_tflop_s": 700.0},
