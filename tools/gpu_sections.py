@@ -187,9 +187,9 @@ def timed(function: Callable[[], Any], rounds: int = 20) -> float:
 
     function()
     found: list[float] = []
-    flush = torch.empty(2**26, dtype=torch.int32, device="cuda")
+    flush = torch.zeros(2**25, dtype=torch.int64, device="cuda")
     for _ in range(rounds):
-        flush.zero_()  # nothing that is read is in a cache
+        flush.sum()  # nothing that is read is in a cache, nor anything there that must be written first
         torch.cuda._sleep(1_000_000)  # the host gets ahead, so that the kernels wait for nothing
         start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
         start.record()
@@ -415,6 +415,28 @@ def product(x: Any, weight: Any, m: int) -> Result:
     return {"n": n, "k": k, "m": m, "own_us": own * 1e6, "cublas_us": theirs * 1e6, **rate, "equal": equal}
 
 
+def stages(seconds: float) -> Iterator[Result]:
+    """Products of few rows with more and fewer tiles on their way than `quire.ops.triton.tiles` has."""
+    import torch
+
+    from quire import ops
+    from quire.ops.triton import install
+
+    install("cuda")
+    linear: Any = importlib.import_module("quire.ops.triton.linear")
+    kept = linear.choose
+    for n, k in ((6144, 4096), (28672, 4096), (4096, 14336)):
+        weight = torch.randn(n, k, dtype=torch.bfloat16, device=DEVICE) * 0.02
+        for m, most in ((1, 10), (32, 9), (64, 6)):
+            x = torch.randn(m, k, dtype=torch.bfloat16, device=DEVICE)
+            row: Result = {"n": n, "k": k, "m": m, "own_us": timed(lambda x=x, w=weight: ops.linear(x, w)) * 1e6}
+            for number in range(3, most + 1):
+                linear.choose = lambda *given, number=number: kept(*given)._replace(num_stages=number)
+                row[f"{number}"] = timed(lambda x=x, w=weight: ops.linear(x, w), 10) * 1e6
+            linear.choose = kept
+            yield {"rows": [row | {f"{number}": "" for number in range(most + 1, 11)}]}
+
+
 def small(seconds: float) -> Iterator[Result]:
     """The 0.6B shape: a token at batch 1, with one step in flight too; throughput at 256; the host's part, profiled."""
     start = time.perf_counter()
@@ -564,12 +586,13 @@ SECTIONS: dict[str, tuple[Section, int]] = {
     "exact": (exact, 140),
     "served": (served, 90),
     "tests": (tests, 140),
-    "limits": (limits, 30),
+    "limits": (limits, 20),
     "llama": (llama, 120),
-    "products": (products, 40),
-    "small": (small, 60),
-    "quantized": (quantized, 60),
-    "eager": (eager, 50),
-    "token": (token, 40),
+    "products": (products, 30),
+    "small": (small, 40),
+    "quantized": (quantized, 45),
+    "eager": (eager, 35),
+    "token": (token, 35),
+    "stages": (stages, 60),
 }
 CHECKS = ("first", "engines", "exact", "served", "tests")  # nothing in them is timed, and they leave each other memory
