@@ -68,15 +68,6 @@ public:
         bf16* out = reinterpret_cast<bf16*>(to);
         if constexpr (kType == Type::i8) return expand_i8_tile(tile, out);
         if constexpr (kType == Type::i4) return expand_i4_tile(tile, out);
-        if constexpr (kType == Type::bf16_turned || kType == Type::bf16_ints) {  // the order of another level, and no faster than it has to be
-            Matrix matrix{};
-            matrix.type = kType;
-            for (int row = 0; row < 16; row++) {
-                float values[32];
-                unpack_tile_row(matrix, tile, row, values);
-                for (int c = 0; c < 32; c += kLanes) store(out + row * 32 + c, load(values + c));
-            }
-        }
         if constexpr (is_blocks(kType)) {
             scales_.read(tile, t);
             if constexpr (has_numbers(kType)) return expand_numbers(tile, out);
@@ -97,14 +88,30 @@ private:
     typename ScalesOf<kType>::type scales_;
 };
 
-// Calls body with an expander: of i8, i4, blocks, or bf16 in another order.
+// Tiles of any other type, which only other levels like to have: no faster than it has to be.
+class Unpacker {
+public:
+    explicit Unpacker(Type type) { matrix_.type = type; }
+
+    void operator()(const uint8_t* tile, int64_t, uint8_t* to) const {
+        for (int row = 0; row < 16; row++) {
+            float values[32];
+            unpack_tile_row(matrix_, tile, row, values);
+            for (int c = 0; c < 32; c += kLanes) store(reinterpret_cast<bf16*>(to) + row * 32 + c, load(values + c));
+        }
+    }
+
+private:
+    Matrix matrix_{};
+};
+
+// Calls body with what makes bf16 tiles of this type's.
 template <class Body>
 inline void with_expander(Type type, const Body& body) {
     if (type == Type::i8) return body(Expander<Type::i8>());
     if (type == Type::i4) return body(Expander<Type::i4>());
-    if (type == Type::bf16_turned) return body(Expander<Type::bf16_turned>());
-    if (type == Type::bf16_ints) return body(Expander<Type::bf16_ints>());
-    with_blocks(type, [&](auto blocks) { body(Expander<blocks>()); });
+    if (is_blocks(type)) return with_blocks(type, [&](auto blocks) { body(Expander<blocks>()); });
+    body(Unpacker(type));
 }
 inline void prefetch_codes(const uint8_t* p, int64_t bytes) {
     for (int64_t i = 0; i < bytes; i += 64) _mm_prefetch(reinterpret_cast<const char*>(p + i), _MM_HINT_T0);
