@@ -78,7 +78,7 @@ constexpr WeightFormat weight_format(Type type) {
         case Type::f32: return {2048, 1, false, false, 0};
         case Type::bf16:
         case Type::bf16_turned: return {1024, 1, false, false, 0};
-        case Type::bf16_ints: return {1040, 1, false, false, 0};  // 512 integers, then 16 powers of 2
+        case Type::bf16_ints: return {1040, 1, false, true, 0};  // 512 integers, then 16 powers of 2
         case Type::i8: return {512, 1, true, true, 0};
         case Type::w8a8: return {512, 1, true, true, 1};
         case Type::w8a16: return {512, 1, true, false, 2};

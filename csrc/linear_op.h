@@ -31,7 +31,7 @@ inline WeightOrder order_of(Type type) {
     [[maybe_unused]] constexpr int32_t kPairBytes = 0;
 #endif
 #if defined(__AVX2__) && !defined(__AMX_BF16__)
-    if (type == Type::bf16 || type == Type::bf16_ints) return {Type::bf16_ints, 0, kPairBytes};
+    if (type == Type::bf16) return {Type::bf16_ints, 1, kPairBytes};
     if (multiplies_pairs(type)) return {type, 1, kPairBytes};
 #endif
     return {type, 0, bytes_of_x(type)};
@@ -52,7 +52,7 @@ inline void linear(const LinearSpec& s, const Operands& o, Context& context) {
     const LinearArgs args{s.weight, s.bias, o.x.data, out, residual, o.num_rows, o.x.stride, o.out.stride, o.y.stride,
                           o.x.type, o.out.type, s.epilogue, s.lora, lora_inner(s.lora, o.x, o.num_rows, s.weight.cols, context), s.first};
 #if defined(__AVX2__) && !defined(__AMX_BF16__)
-    if ((args.weight.paired || args.weight.type == Type::bf16_ints) && multiplies_pairs(args.weight.type) && args.type == Type::bf16) return linear_pairs(args, context);
+    if (args.weight.paired && multiplies_pairs(args.weight.type) && args.type == Type::bf16) return linear_pairs(args, context);
 #endif
     if (weight_format(args.weight.type).rounds_x && !args.weight.paired) {
 #if defined(__AMX_BF16__)

@@ -177,7 +177,7 @@ inline void fill_panel(const LinearArgs& a, int64_t panel, int groups, int zero,
 using Words = __m512i;
 // Others meet bytes, or floats.
 constexpr bool multiplies_pairs(Type type) {
-    return type == Type::bf16_ints || type == Type::i4 || (is_blocks(type) && weight_format(type).has_pairs);
+    return weight_format(type).has_pairs && !weight_format(type).has_scales;
 }
 QUIRE_INLINE vf fused(vf a, vf b, vf c) { return (vf)_mm512_fmadd_ps((__m512)a, (__m512)b, (__m512)c); }
 QUIRE_INLINE Words load_words(const uint8_t* p, int64_t apart, int) { return two_halves(p, p + apart); }
@@ -193,7 +193,7 @@ QUIRE_INLINE Words look_up(__m128i table, Words words) { return _mm512_shuffle_e
 QUIRE_INLINE void add_pairs(Words& sum, Words weights, Words x) { asm("vpdpwssd %2, %1, %0" : "+v"(sum) : "v"(weights), "v"(x)); }
 #else
 using Words = __m256i;
-constexpr bool multiplies_pairs(Type type) { return type == Type::bf16_ints || weight_format(type).has_pairs; }
+constexpr bool multiplies_pairs(Type type) { return weight_format(type).has_pairs; }
 QUIRE_INLINE vf fused(vf a, vf b, vf c) { return (vf)_mm256_fmadd_ps((__m256)a, (__m256)b, (__m256)c); }
 QUIRE_INLINE Words load_words(const uint8_t* p, int64_t apart, int part) { return _mm256_loadu_si256(reinterpret_cast<const __m256i*>(p + part * apart)); }
 QUIRE_INLINE Words load_bytes(const uint8_t* p, int64_t apart, int part) {

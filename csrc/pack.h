@@ -102,7 +102,7 @@ inline void put_bf16_row(const Matrix& m, uint8_t* tile, int64_t row, const bf16
 
 // One tile's row of 32 values -> floats, without the row's scale in i8, w8a8 and w4a8.
 inline void unpack_tile_row(const Matrix& m, const uint8_t* tile, int64_t row, float* out) {
-    if (m.paired) {
+    if (m.paired && m.type != Type::bf16_ints) {  // whose one order is that of pairs
         Matrix plain = m;
         plain.paired = 0;
         return unpack_tile_row(plain, PlainTile(m, tile, row, 1).bytes, row, out);
