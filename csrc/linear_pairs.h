@@ -10,7 +10,10 @@
 // rows there are and whichever way below is taken.
 #pragma once
 
+#include <cpuid.h>
 #include <immintrin.h>
+
+#include <cstdlib>
 
 #include "linear.h"
 #include "transpose.h"
@@ -24,7 +27,7 @@ constexpr int kFewPaired = 12;               // that meet weights as they are ex
 #else
 constexpr int kParts = 2;
 constexpr int kPairedRows = 6;
-constexpr int kFewPaired = 4;                // twice as many do so in turn where that takes little
+constexpr int kFewPaired = 4;                // twice as many do so in turn, where panels take longer
 #endif
 constexpr int kPanelVectors = 2;             // of two columns: those of a block, or of two
 constexpr int kPanelBlocks = kPanelVectors / kParts;
@@ -189,7 +192,10 @@ QUIRE_INLINE Words right(Words words, int bits) { return _mm512_srli_epi16(words
 QUIRE_INLINE Words left(Words words, int bits) { return _mm512_slli_epi16(words, bits); }
 QUIRE_INLINE Words all_words(int word) { return _mm512_set1_epi16(short(word)); }
 QUIRE_INLINE Words look_up(__m128i table, Words words) { return _mm512_shuffle_epi8(_mm512_broadcast_i32x4(table), words); }
+constexpr bool kHasTwoWays = false;
+inline bool adds_at_once() { return false; }
 // In this register: left to GCC, sums move about, and through memory. Likewise below, and in this order: all products would come before all sums.
+template <bool>
 QUIRE_INLINE void add_pairs(Words& sum, Words weights, Words x) { asm("vpdpwssd %2, %1, %0" : "+v"(sum) : "v"(weights), "v"(x)); }
 #else
 using Words = __m256i;
@@ -203,8 +209,29 @@ QUIRE_INLINE Words right(Words words, int bits) { return _mm256_srli_epi16(words
 QUIRE_INLINE Words left(Words words, int bits) { return _mm256_slli_epi16(words, bits); }
 QUIRE_INLINE Words all_words(int word) { return _mm256_set1_epi16(short(word)); }
 QUIRE_INLINE Words look_up(__m128i table, Words words) { return _mm256_shuffle_epi8(_mm256_broadcastsi128_si256(table), words); }
+// AVX-VNNI, which most CPUs of laptops have that lack AVX-512, multiplies and adds in one instruction. It is worth no level of its own: only the
+// product of many rows is bound by that. QUIRE_VNNI is 0 for tests, as bits are the same.
+#if defined(QUIRE_CAN_VNNI)
+constexpr bool kHasTwoWays = true;
+inline bool adds_at_once() {
+    static const bool has = [] {
+        const char* told = std::getenv("QUIRE_VNNI");
+        unsigned a, b, c, d;
+        return !(told && *told == '0') && __get_cpuid_count(7, 1, &a, &b, &c, &d) && (a >> 4 & 1);
+    }();
+    return has;
+}
+#else
+constexpr bool kHasTwoWays = false;
+inline bool adds_at_once() { return false; }
+#endif
+template <bool kAtOnce>
 QUIRE_INLINE void add_pairs(Words& sum, Words weights, Words x) {
-    asm volatile("vpaddd %1, %0, %0" : "+x"(sum) : "x"(_mm256_madd_epi16(weights, x)));
+    if constexpr (kAtOnce) {
+        asm("%{vex%} vpdpwssd %2, %1, %0" : "+x"(sum) : "x"(weights), "x"(x));
+    } else {
+        asm volatile("vpaddd %1, %0, %0" : "+x"(sum) : "x"(_mm256_madd_epi16(weights, x)));
+    }
 }
 #endif
 QUIRE_INLINE Words two_columns(const int32_t* codes) { return (Words)splat_int(*codes); }
@@ -358,7 +385,7 @@ QUIRE_ONE_COPY void few_rows(const Matrix& w, int64_t block, const PairedRows& x
 #pragma GCC unroll 12
                 for (int m = 0; m < kRows; m++) {
                     const Words columns = two_columns(codes + p * kWidth + m);
-                    for (int part = 0; part < kParts; part++) add_pairs(acc[i % kApart][m][part], weights[part], columns);
+                    for (int part = 0; part < kParts; part++) add_pairs<false>(acc[i % kApart][m][part], weights[part], columns);
                 }
             }
 #pragma GCC unroll 12
@@ -416,7 +443,7 @@ struct PanelFetch {
 };
 
 // A panel of weights, whose `vectors` of pairs of columns lie at these places, and kRows rows of one of x; sums [row][kPanelVectors * kLanes].
-template <class Tile, int kRows>
+template <class Tile, int kRows, bool kAtOnce>
 QUIRE_ONE_COPY void panel_rows(const WeightPanel& w, const uint8_t* const (&vectors)[2], int64_t num_tiles, const int32_t* codes, const float* unit, PanelFetch fetch, float* sums) {
     constexpr int kPairs = 16 / Tile::kGroups, kApart = Tile::kReady ? 64 : sizeof(Words), kTileBytes = Tile::kReady ? Tile::kBytes : 16 * kApart;
     for (int64_t t = 0; t < num_tiles; t++, unit += 3 * kPairedRows) {
@@ -433,8 +460,8 @@ QUIRE_ONE_COPY void panel_rows(const WeightPanel& w, const uint8_t* const (&vect
 #pragma GCC unroll 12
                 for (int m = 0; m < kRows; m++) {
                     const Words columns = two_columns(codes + m);
-                    add_pairs(acc[m][0], weights[0], columns);
-                    add_pairs(acc[m][1], weights[1], columns);
+                    add_pairs<kAtOnce>(acc[m][0], weights[0], columns);
+                    add_pairs<kAtOnce>(acc[m][1], weights[1], columns);
                 }
             }
             const float *scale = w.scale[t][group], *shift = w.shift[t][group];
@@ -475,7 +502,8 @@ inline void multiply_pair(const LinearArgs& a, BlockPair pair, BlockPair next, c
                 PanelFetch fetch{{}, fetched < kFetched ? step : 0};
                 for (int b = 0; b < kPanelBlocks; b++) fetch.blocks[b] = w.tile(i + b ? then.second : then.first, is_last ? 0 : last) + fetched;
                 with_rows<kPairedRows>(group.count, [&](auto num) {
-                    panel_rows<Tile, num>(panels[i], vectors[i], last - t, x.columns(panel, t), x.unit(panel, t), fetch, i ? second : first);
+                    const auto rows = kHasTwoWays && adds_at_once() ? panel_rows<Tile, num, kHasTwoWays> : panel_rows<Tile, num, false>;
+                    rows(panels[i], vectors[i], last - t, x.columns(panel, t), x.unit(panel, t), fetch, i ? second : first);
                 });
             }
             if (!is_last) continue;
@@ -492,7 +520,7 @@ inline void multiply_pair(const LinearArgs& a, BlockPair pair, BlockPair next, c
 
 template <class Tile>
 void linear_paired(const LinearArgs& a, Context& context) {
-    const bool few = a.num_rows <= kFewPaired * kParts;
+    const bool few = a.num_rows <= kFewPaired * (adds_at_once() ? 1 : kParts);
     const int width = !few ? kPairedRows : kParts == 1 ? few_width(int(a.num_rows)) : kFewPaired;
     // One panel each thread makes for itself: to wait for one that does, and to get it from there, takes longer.
     const bool own = few && a.num_rows <= width && a.out != a.x;

@@ -1,4 +1,4 @@
-"""What kernels of bf16 give by pairs and as floats: QUIRE_FLOATS, which tells how, is read once a process."""
+"""What kernels give that a level computes in two ways: a variable, which is read once a process, tells which."""
 
 import os
 import subprocess
@@ -7,17 +7,18 @@ from pathlib import Path
 
 import pytest
 
-from quire.ops.native.library import choose_level
+from quire.ops.native.library import levels
 
 
-def told_both_ways(script: str, folder: Path) -> list[str]:
+def told_both_ways(script: str, folder: Path, variable: str = "QUIRE_FLOATS", level: str = "avx512_bf16") -> list[str]:
     """The lines that a script prints, which finds modules in `folder`: the same ones either way."""
-    if choose_level() != "avx512_bf16":
-        pytest.skip("this CPU's level has one way")
+    if level not in levels():
+        pytest.skip(f"this CPU has no {level}")
     told: list[str] = []
-    for floats in "01":
+    for way in "01":
         given = [sys.executable, "-c", script, str(folder)]
-        done = subprocess.run(given, env=os.environ | {"QUIRE_FLOATS": floats}, capture_output=True, text=True)
+        told_so = os.environ | {variable: way, "QUIRE_KERNELS": level}
+        done = subprocess.run(given, env=told_so, capture_output=True, text=True)
         assert done.returncode == 0, done.stderr
         told.append(done.stdout)
     assert told[0] == told[1]

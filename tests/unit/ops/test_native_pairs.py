@@ -3,8 +3,11 @@
 What the kernel is to compute is written here once more, in torch.
 """
 
+from pathlib import Path
+
 import pytest
 import torch
+from both_ways import told_both_ways
 from native_cases import (
     DTYPES,
     FUNCTIONS,
@@ -290,3 +293,30 @@ class TestProducts:
     def test_no_rows(self) -> None:
         product = Product(packed(draw(5, 8), Type.I4, paired=True), BF16)
         assert product(torch.empty(0, 8, dtype=BF16)).shape == (0, 5)
+
+
+IN_BOTH_WAYS = """
+import hashlib, sys
+sys.path[:0] = [sys.argv[1], sys.argv[1] + "/../.."]
+import torch
+from native_cases import Product, draw
+from test_native_pairs import KEPT, MADE, made, matrix_of, blocks_of
+for type in (*MADE, *KEPT):
+    for columns in (64, 288) if type in MADE else (256, 512):
+        x = draw(70, columns, dtype=torch.bfloat16)
+        x[0] *= 1e-38
+        x[2, 5:7], x[3, 5] = torch.tensor([float("inf"), 3e38]), float("nan")
+        matrix = made(draw(48, columns, seed=1), type) if type in MADE else None
+        if matrix is None:
+            matrix = matrix_of(blocks_of(type, 48, columns), type, columns, paired=True)
+        for rows in (8, 9, 13, 70):
+            bits = Product(matrix, torch.bfloat16)(x[:rows]).view(torch.int16)
+            print(type, columns, rows, hashlib.sha1(bits.numpy().tobytes()).hexdigest())
+"""
+
+
+@pytest.mark.slow
+def test_pairs_added_at_once_and_one_after_the_other() -> None:
+    """With AVX-VNNI and without: the same bits."""
+    told = told_both_ways(IN_BOTH_WAYS, Path(__file__).parent, "QUIRE_VNNI", "avx2")
+    assert len(told) == len(MADE + KEPT) * 8
