@@ -26,10 +26,11 @@ from quire.errors import QuireError
 from quire.utils.logs import logger
 from quire.utils.values import decimal
 
-PUBLIC_PATHS = ("/health", "/ping")  # for load balancers, which have no key
+# For what watches a server, and has no key, nor needs one of vLLM: load balancers, autoscalers, Prometheus.
+PUBLIC_PATHS = ("/health", "/ping", "/load", "/metrics", "/version")
 _ENDLESS_PATHS = ("/live",)  # streams that end with the server
 # Who asks for the load is none, nor what to wait for; vLLM's counts leave these out, too.
-_NO_LOAD = (*_ENDLESS_PATHS, *PUBLIC_PATHS, "/load", "/metrics", "/version")
+_NO_LOAD = (*_ENDLESS_PATHS, *PUBLIC_PATHS)
 _PAGES = ("/", "/docs")
 _LONGEST_ID = 200
 OUTLET = "quire.outlet"  # in a request's scope, as what follows

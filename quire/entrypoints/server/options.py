@@ -44,8 +44,8 @@ class ServerArgs:
     uds: str | None = option(None)
     """Path of a Unix socket to listen on, instead of a port."""
     api_key: list[str] | None = option(None, secret=True)
-    """Keys, one of which every request but /health and /ping has to bring. QUIRE_API_KEY (or vLLM's VLLM_API_KEY) in
-    the environment sets one that the list of processes does not show."""
+    """Keys, one of which every request has to bring, but for those to /health, /ping, /load, /metrics and /version.
+    QUIRE_API_KEY (or vLLM's VLLM_API_KEY) in the environment sets one that the list of processes does not show."""
     served_model_name: list[str] | None = option(None)
     """Names that requests may give for the model, the first one shown in answers; MODEL by default."""
     lora_modules: list[str] | None = option(None)
