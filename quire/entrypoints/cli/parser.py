@@ -105,7 +105,7 @@ class Parser(argparse.ArgumentParser):
             if is_known and dot:
                 own = self._option_string_actions[flag].option_strings[0]
                 _set(objects.setdefault(own, {}), keys, value if equals else rest.pop() if rest else "")
-            elif is_known or not _does_without(flag, value if equals else None, rest):
+            elif is_known or flag[:1] != "-" or not _does_without(flag, value if equals else None, rest):
                 result.append(name + equals + value)
         return [*result, *(f"{flag}={json.dumps(keys)}" for flag, keys in objects.items()), *given[end:]]
 

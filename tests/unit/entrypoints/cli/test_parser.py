@@ -86,6 +86,12 @@ def test_values_stay_as_they_are() -> None:
     assert build_parser().parse_known_args(["generate", "--", "-O3"])[0].model_argument == "-O3"
 
 
+@pytest.mark.parametrize("name", ["profile", "header", "task=x", "no_stream", "insecure", "compilation_config"])
+def test_a_value_that_is_a_flags_name_is_a_value(name: str) -> None:
+    namespace, unknown = build_parser().parse_known_args(["generate", name, "--prompt", name, "--seed", "0"])
+    assert (namespace.model_argument, namespace.prompt, namespace.seed, unknown) == (name, [name], 0, [])
+
+
 @pytest.mark.parametrize(
     ("line", "warnings"),
     [
