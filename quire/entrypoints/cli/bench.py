@@ -19,8 +19,6 @@ from quire.sampling_params import SamplingParams
 if TYPE_CHECKING:
     from quire.entrypoints.llm import LLM
 
-_PERCENTILES = (10, 25, 50, 75, 90, 99)
-
 
 def add_latency_flags(parser: ArgumentParser) -> None:
     """The flags of `quire bench latency`."""
@@ -38,8 +36,7 @@ def add_throughput_flags(parser: ArgumentParser) -> None:
     help_text += "ShareGPT's .json of conversations"
     parser.add_argument("--dataset", "--dataset-path", metavar="FILE", help=help_text)
     parser.add_argument("--dataset-name", choices=["random", "custom", "sharegpt"], help="what --dataset holds")
-    help_text = "requests (default: 100, or all of the dataset)"
-    parser.add_argument("--num-prompts", type=positive_int, metavar="N", help=help_text)
+    parser.add_argument("--num-prompts", type=positive_int, metavar="N", help="requests (default: 100, or all given)")
     _add_shape_flags(parser, input_len=64, output_len=64)
     add_engine_flags(parser)
 
@@ -52,6 +49,7 @@ def add_serve_flags(parser: ArgumentParser) -> None:
 def _add_shape_flags(parser: ArgumentParser, *, input_len: int, output_len: int) -> None:
     add_counts(parser, ("--input-len --random-input-len", input_len, "tokens of each prompt"))
     add_counts(parser, ("--output-len --random-output-len", output_len, "tokens of each output"))
+    add_counts(parser, ("--n", 1, "outputs of each prompt"))
     parser.add_argument("--output-json", type=OutputFile, metavar="FILE", help="write the figures to this file, too")
 
 
@@ -63,7 +61,7 @@ def run_latency(namespace: Namespace) -> None:
     llm, _ = load(namespace)
     engine = _tell_engine(llm)
     prompts = random_prompts(llm, namespace.batch_size, namespace.input_len)
-    params = _fixed_length(namespace.output_len)
+    params = _fixed_length(namespace.output_len, namespace.n)
     for _ in range(namespace.num_iters_warmup):
         llm.generate(prompts, params, use_tqdm=False)
     latencies: list[float] = []
@@ -72,7 +70,7 @@ def run_latency(namespace: Namespace) -> None:
         llm.generate(prompts, params, use_tqdm=False)
         latencies.append(time.perf_counter() - start)
     average = sum(latencies) / len(latencies)
-    percentiles = {str(p): float(np.percentile(latencies, p)) for p in _PERCENTILES}
+    percentiles = {str(p): float(np.percentile(latencies, p)) for p in (10, 25, 50, 75, 90, 99)}
     print(f"Avg latency: {average:.4f} seconds")
     for p, seconds in percentiles.items():
         print(f"{p}% percentile latency: {seconds:.4f} seconds")
@@ -92,24 +90,25 @@ def run_throughput(namespace: Namespace) -> None:
     if not requests:
         prompts = random_prompts(llm, namespace.num_prompts or 100, namespace.input_len)
         requests = [(prompt, namespace.output_len) for prompt in prompts]
+    params = [_fixed_length(length, namespace.n) for _, length in requests]
     start = time.perf_counter()
-    outputs = llm.generate([prompt for prompt, _ in requests], [_fixed_length(n) for _, n in requests])
+    outputs = llm.generate([prompt for prompt, _ in requests], params)
     elapsed = time.perf_counter() - start
     num_input = sum(len(output.prompt_token_ids or ()) for output in outputs)
     num_output = sum(len(completion.token_ids) for output in outputs for completion in output.outputs)
-    rates = [count / elapsed for count in (len(requests), num_input + num_output, num_output)]
-    print("Throughput: {:.2f} requests/s, {:.2f} total tokens/s, {:.2f} output tokens/s".format(*rates))
-    print(f"Total num prompt tokens:  {num_input}\nTotal num output tokens:  {num_output}")
     figures = engine | {
         "elapsed_time": elapsed,
         "num_requests": len(requests),
         "num_prompt_tokens": num_input,
         "num_output_tokens": num_output,
         "total_num_tokens": num_input + num_output,
-        "requests_per_second": rates[0],
-        "tokens_per_second": rates[1],
-        "output_tokens_per_second": rates[2],
+        "requests_per_second": len(requests) / elapsed,
+        "tokens_per_second": (num_input + num_output) / elapsed,
+        "output_tokens_per_second": num_output / elapsed,
     }
+    told = "Throughput: {requests_per_second:.2f} requests/s, {tokens_per_second:.2f} total tokens/s, "
+    print((told + "{output_tokens_per_second:.2f} output tokens/s").format_map(figures))
+    print(f"Total num prompt tokens:  {num_input}\nTotal num output tokens:  {num_output}")
     write_figures(namespace.output_json, figures)
 
 
@@ -131,5 +130,5 @@ def _tell_engine(llm: "LLM") -> dict[str, Any]:
     return {"kernels": report.kernels, "num_threads": report.num_threads}
 
 
-def _fixed_length(num_tokens: int) -> SamplingParams:
-    return SamplingParams(temperature=1.0, ignore_eos=True, max_tokens=num_tokens)
+def _fixed_length(num_tokens: int, num_outputs: int) -> SamplingParams:
+    return SamplingParams(temperature=1.0, ignore_eos=True, max_tokens=num_tokens, n=num_outputs)

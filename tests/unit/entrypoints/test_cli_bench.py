@@ -55,6 +55,15 @@ def test_bench_throughput_random(fake_llm: Any, tmp_path: Path, capsys: pytest.C
     assert fake_llm.made[0].args.enable_prefix_caching
 
 
+def test_several_outputs_of_a_prompt(fake_llm: Any) -> None:
+    shape = ["--n", "3", "--input-len", "3", "--output-len", "9"]
+    assert main(["bench", "throughput", *shape, "--num-prompts", "2"]) == 0
+    assert main(["bench", "latency", *shape, "--num-iters", "1"]) == 0
+    for made in fake_llm.made:
+        params = made.calls[0][1]
+        assert {each.n for each in (params if isinstance(params, list) else [params])} == {3}
+
+
 def test_bench_throughput_of_sharegpt(fake_llm: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = tmp_path / "ShareGPT_V3.json"
     talks = [(f"Question {number}, of more than 4 tokens", "y" * 4 * number) for number in range(10)]

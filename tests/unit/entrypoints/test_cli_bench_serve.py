@@ -102,6 +102,8 @@ def test_a_command_line_of_vllms(server: Any, bench: Any) -> None:
     refused = {
         ("serve", "--top-p", "0.9"): "is no option here, but of requests",
         ("serve", "--lora-assignment", "random"): "is not supported here: .*--model NAME",
+        ("serve", "--lora-modules", "one", "two"): "is not supported here: .*--model NAME",
+        ("serve", "--probe-request-rate", "2"): "is not supported: .*--request-rate",
         ("throughput", "--backend", "hf"): "has one value here, 'vllm'",
         ("throughput", "--prefix-len", "2"): "is not an option here: .*--random-prefix-len",
     }
@@ -110,6 +112,8 @@ def test_a_command_line_of_vllms(server: Any, bench: Any) -> None:
             build_parser().parse_known_args(["bench", what, *given])
     taken = ["--backend", "vllm", "--hf-max-batch-size", "4", "--prefix-len", "0"]
     assert build_parser().parse_known_args(["bench", "throughput", *taken])[1] == []
+    taken = ["--no-stream", "--no-oversample", "--no-reranker", "--self-timed", "--probe-request-rate", "0"]
+    assert build_parser().parse_known_args(["bench", "serve", *taken])[1] == []
 
 
 def test_percentiles_that_are_asked_for(server: Any, bench: Any, capsys: pytest.CaptureFixture[str]) -> None:
