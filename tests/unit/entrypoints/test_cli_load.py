@@ -2,6 +2,7 @@
 
 import asyncio
 import math
+import signal
 from pathlib import Path
 from statistics import fmean
 from typing import Any
@@ -15,7 +16,7 @@ from hypothesis import strategies as st
 from quire.entrypoints.cli.load import plot, report, workload
 from quire.entrypoints.cli.load.client import BrokenConnectionError, Client, _Connection
 from quire.entrypoints.cli.load.options import LoadArgs
-from quire.entrypoints.cli.load.outcome import Outcome, send
+from quire.entrypoints.cli.load.outcome import Outcome, send, send_all
 from quire.entrypoints.cli.load.workload import Shape
 from quire.entrypoints.cli.remote import Address
 from quire.errors import ConfigError
@@ -132,6 +133,23 @@ def test_cancelling_a_request_closes_its_connection() -> None:
             await asyncio.wait_for(gone.wait(), 5)
 
     asyncio.run(check())
+
+
+def test_ctrl_c_waits_for_no_more_than_the_next_connection() -> None:
+    """Each takes up to a millisecond of the kernel's: all at one go, thousands would take many seconds."""
+    begun: list[bytes] = []
+
+    class Connecting(Client):
+        async def post(self, path: str, body: bytes, sink: Any) -> tuple[int, bytes]:
+            begun.append(body)
+            if len(begun) == 3:
+                signal.raise_signal(signal.SIGINT)
+            await asyncio.sleep(60)
+            return 200, b""
+
+    client = Connecting(Address("127.0.0.1", 1), {})
+    assert asyncio.run(send_all(client, "/", [b""] * 1000, [0.0] * 1000, None)) == ([], True)
+    assert len(begun) < 10
 
 
 # ---- the workload
