@@ -45,7 +45,7 @@ async def exchange(pieces: list[bytes], *, close: bool = False) -> tuple[int, by
     """Status, body, what went to the sink, and whether the connection may be used again."""
     connection, taken = _Connection(), []
     connection.connection_made(Transport())
-    waiting = asyncio.ensure_future(connection.exchange(b"", lambda piece, _: taken.append(piece)))
+    waiting = asyncio.ensure_future(connection.exchange(b"", taken.append))
     await asyncio.sleep(0)
     for piece in pieces:
         connection.data_received(piece)
@@ -105,7 +105,7 @@ def test_a_connection_that_the_server_closed_meanwhile_is_replaced() -> None:
             client = Client(Address("127.0.0.1", server.sockets[0].getsockname()[1]), {})
             for _ in range(3):
                 taken: list[bytes] = []
-                assert await client.post("/", b"", lambda piece, _, taken=taken: taken.append(piece)) == (200, b"")
+                assert await client.post("/", b"", taken.append) == (200, b"")
                 assert taken == [b"ok"]
             client.close()
 

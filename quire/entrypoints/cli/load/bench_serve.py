@@ -43,8 +43,12 @@ def run(args: LoadArgs) -> None:
     rate = args.request_rate or math.inf
     facts = {
         "date": datetime.now().strftime("%Y%m%d-%H%M%S"),
-        **{"backend": args.backend, "endpoint_type": args.backend, "label": args.label},
-        **{"model_id": server.model, "tokenizer_id": args.tokenizer or server.model, "dataset_name": args.dataset_name},
+        "backend": args.backend,
+        "endpoint_type": args.backend,
+        "label": args.label,
+        "model_id": server.model,
+        "tokenizer_id": args.tokenizer or server.model,
+        "dataset_name": args.dataset_name,
         "request_rate": "trace" if args.keeps_trace_times else "inf" if rate == math.inf else rate,
         "burstiness": args.burstiness or 1.0,
         "max_concurrency": args.max_concurrency,

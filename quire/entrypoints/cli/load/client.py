@@ -6,13 +6,12 @@ only. One request at a time on a connection; connections are kept and used again
 
 import asyncio
 import ssl
-import time
 from collections.abc import Callable, Generator, Mapping
 from typing import TypeVar
 
 from quire.entrypoints.cli.remote import CONNECT_SECONDS, Address
 
-Sink = Callable[[bytes, float], None]  # a piece of a body and when it came, in seconds of time.perf_counter
+Sink = Callable[[bytes], None]  # is given the pieces of a body
 _Part = TypeVar("_Part")
 Parser = Generator[None, None, _Part]  # it is resumed whenever more bytes have come
 
@@ -65,8 +64,7 @@ class Client:
         loop, host, port = asyncio.get_running_loop(), self._address.host, self._address.port
         async with asyncio.timeout(CONNECT_SECONDS):
             name = host if self._ssl is not None else None
-            made = await loop.create_connection(_Connection, host, port, ssl=self._ssl, server_hostname=name)
-        return made[1]
+            return (await loop.create_connection(_Connection, host, port, ssl=self._ssl, server_hostname=name))[1]
 
 
 class _Connection(asyncio.Protocol):
@@ -76,7 +74,6 @@ class _Connection(asyncio.Protocol):
         self.reusable = False
         self.answered = False  # a byte of the answer has come
         self._received = bytearray()  # and not yet parsed
-        self._now = 0.0  # when the newest bytes came
         self._done: asyncio.Future[tuple[int, bytes]] | None = None
 
     async def exchange(self, request: bytes, sink: Sink) -> tuple[int, bytes]:
@@ -99,7 +96,6 @@ class _Connection(asyncio.Protocol):
         self._transport = transport
 
     def data_received(self, data: bytes) -> None:
-        self._now = time.perf_counter()
         if self._done is None or self._done.done():
             return self.close()  # nobody asked
         self.answered = True
@@ -124,8 +120,8 @@ class _Connection(asyncio.Protocol):
         while line := (yield from self._line()):
             name, _, value = line.partition(b":")
             fields[name.lower()] = value.strip().lower()
-        body, goes_on = bytearray(), int(status) == 200
-        emit: Callable[[bytes], None] = (lambda piece: sink(piece, self._now)) if goes_on else body.extend
+        body = bytearray()
+        emit = sink if int(status) == 200 else body.extend
         if fields.get(b"transfer-encoding") == b"chunked":
             while size := int((yield from self._line()).partition(b";")[0], 16):
                 emit((yield from self._take(size + 2))[:-2])

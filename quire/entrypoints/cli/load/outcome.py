@@ -56,7 +56,8 @@ async def send(client: Client, path: str, body: bytes, arrival: float) -> Outcom
     """Post a request for a streamed answer and wait for its end; a failure is in the outcome."""
     outcome, reader = Outcome(arrival, time.perf_counter()), EventReader()
 
-    def take(piece: bytes, now: float) -> None:
+    def take(piece: bytes) -> None:
+        now = time.perf_counter()
         for event in reader.feed(piece):
             outcome.token_times.extend(now for choice in event.choices or () if choice.is_token)
             if event.usage is not None:
