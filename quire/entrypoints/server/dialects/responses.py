@@ -216,7 +216,7 @@ class ResponseWriter(EventWriter):
 
     def close(self, num_reasoning_tokens: int) -> list[Event]:
         is_cut = self.finish is not None and self.finish.reason == "length"
-        events = [] if self._output else self._begin("message", "msg")
+        events = [] if self._output or is_cut else self._begin("message", "msg")
         self._logprobs += self._waiting  # of what ended it: it may have come with the last text, or after it
         events += self._close_item("incomplete" if is_cut else "completed")
         num_input, num_output, num_cached = self.turn.counts()

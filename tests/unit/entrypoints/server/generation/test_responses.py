@@ -137,6 +137,21 @@ def test_a_stream_is_the_whole_in_pieces(
         assert last["output"][0]["status"] == "incomplete"
 
 
+def test_a_tool_call_that_is_cut_before_it_has_a_name_is_no_item(make_server: Callable[..., Any]) -> None:
+    """Nor is there a message in its place, which clients would take for an answer; the next turn can follow."""
+    server = make_server(tool_call_parser="hermes", enable_auto_tool_choice=True)
+    server.core.texts = ['<tool_call>\n{"name": "look", "arguments": {}}\n</tool_call>']
+    tools = [{"type": "function", "name": "look", "parameters": {"type": "object"}}]
+    body: dict[str, Any] = {"tools": tools, "tool_choice": "required", "max_output_tokens": 8}
+    with TestClient(server.app) as client:
+        whole = post(client, **body)
+        assert (whole["status"], whole["incomplete_details"]) == ("incomplete", {"reason": "max_output_tokens"})
+        assert whole["output"] == []
+        kinds = [event["type"].removeprefix("response.") for event in stream(client, **body)]
+        assert kinds == ["created", "in_progress", "incomplete"]
+        assert post(client, previous_response_id=whole["id"])["status"] == "completed"
+
+
 def test_a_failure_in_mid_stream_is_an_event(
     server: Any, client: TestClient, openai_errors: Callable[..., list[str]]
 ) -> None:
