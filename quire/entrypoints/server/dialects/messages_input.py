@@ -88,7 +88,7 @@ def _other_messages(message: MessageParam, where: str) -> list[dict[str, Any]]:
         own = f"{where}[{place}]"
         if block.get("type") == "tool_result":
             call_id = field_text(block, "tool_use_id", own)
-            content = _texts(block.get("content") or "", own)
+            content = _texts(block.get("content") or "", f"{own}.content")
             results.append({"role": "tool", "tool_call_id": call_id, "content": content})
         else:
             texts.append(_text_block(block, own))
@@ -134,7 +134,8 @@ def _text_block(block: Block, where: str) -> Block:
     if kind == "document" and isinstance(source, dict) and source.get("type") == "text":
         return {"type": "text", "text": field_text(source, "data", f"{where}.source")}
     if kind in _MEDIA:
-        raise InvalidRequestError(f"{where}: this model takes no {kind}s, only text.", where)
+        remedy = "send what it shows as a text block in its place, or leave it out"
+        raise InvalidRequestError(f"{where}: this model takes no {kind}s, only text; {remedy}.", where)
     if kind != "text":
         raise InvalidRequestError(f"{where}: blocks of the type {kind!r:.80} are not there, or not here.", where)
     return {"type": "text", "text": field_text(block, "text", where)}

@@ -79,7 +79,9 @@ def _read_parts(content: Any, where: str, kind: str) -> list[Item]:
     for place, part in enumerate(content):
         given = str(part.get("type"))  # it may be anything
         if given in _MEDIA:
-            raise InvalidRequestError(f"{where}[{place}]: this model takes no {_MEDIA[given]}, only text.", where)
+            remedy = "send what it shows as text in its place, or leave it out"
+            why = f"this model takes no {_MEDIA[given]}, only text; {remedy}."
+            raise InvalidRequestError(f"{where}[{place}]: {why}", where)
         if given not in _TEXTS:
             raise InvalidRequestError(f"{where}[{place}]: parts of the type {given!r:.80} are not there.", where)
         text = field_text(part, _TEXTS[given], f"{where}[{place}]")

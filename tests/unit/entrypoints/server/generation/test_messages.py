@@ -185,7 +185,7 @@ REFUSALS: dict[str, tuple[dict[str, Any], str]] = {
                 {"role": "user", "content": [{**RESULT, "content": [{"type": "image"}]}]},
             ]
         },
-        "images",
+        "messages[1].content[0].content[0]: this model takes no images, only text; send what it shows as a text block",
     ),
     "a result of no call": ({"messages": [{"role": "user", "content": [RESULT]}]}, "'t1'"),
     "an input": ({"messages": [{"role": "assistant", "content": [{**USE, "input": "x"}]}]}, "input"),
