@@ -201,3 +201,14 @@ def test_an_operation_is_named_in_its_files_and_one_list() -> None:
     for name in ("operation.h", "program.h", "program.cpp", "layout.cpp", "level.cpp", "kernels.h"):
         code = re.sub("//.*", "", (ROOT / "csrc" / name).read_text())
         assert not [word for word in names if re.search(rf"\b{word}\b", code)], name
+
+
+@pytest.mark.parametrize(("header", "name"), [("block_format.h", "Type"), ("kernels.h", "Epilogue")])
+def test_an_enumeration_has_the_names_of_csrc_in_their_order(header: str, name: str) -> None:
+    """Written there once more, as they are used, and read by a type checker, where no library is, too."""
+    text = re.sub("//.*", "", (ROOT / "csrc" / header).read_text())
+    found = re.search(rf"enum class {name} : int32_t {{([^}}]*)}};", text)
+    assert found is not None
+    names = [part.partition("=")[0].strip().upper() for part in found[1].split(",") if part.strip()]
+    assert names == [member.name for member in getattr(structs, name)]
+    assert [member.value for member in getattr(structs, name)] == list(range(len(names)))
