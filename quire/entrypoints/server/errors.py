@@ -172,16 +172,20 @@ _PLAIN_TEXTS = {
 
 
 def _validation(errors: Sequence[Any]) -> ErrorInfo:
-    """The first field at fault, with all that its type could have been."""
+    """The first field at fault, with all that its type could have been; or what is in it, where only that is wrong."""
     places = [_place(error["loc"]) for error in errors]
-    texts = [e["msg"].removeprefix("Value error, ") for e, at in zip(errors, places, strict=True) if at == places[0]]
-    message = "; or ".join(dict.fromkeys(texts[:3]))
-    value = errors[0].get("input")
-    if errors[0]["type"] != "missing" and not isinstance(value, dict | list):
-        message += f" (it is {quote(value)})"
-    if (kind := errors[0]["type"]) in _KINDS_SHOWN:
+    within = (f"{places[0]}[", f"{places[0]}.")
+    place = next((at for at in places if at is not None and at.startswith(within)), places[0])
+    found = [error for error, at in zip(errors, places, strict=True) if at == place]
+    message = "; or ".join(dict.fromkeys(error["msg"].removeprefix("Value error, ") for error in found[:3]))
+    value, kind = found[0].get("input"), found[0]["type"]
+    if not isinstance(value, dict | list):
+        message += f" (it is {quote(value)})" if kind != "missing" else ""
+    elif kind.endswith("_type"):  # not what is in it: it may be long
+        message += " (it is a list)" if isinstance(value, list) else " (it is an object)"
+    if kind in _KINDS_SHOWN:
         message += f" [{kind}]"
-    return _refusal(400, f"{places[0]}: {message}" if places[0] else message, places[0])
+    return _refusal(400, f"{place}: {message}" if place else message, place)
 
 
 _KINDS_SHOWN = ("greater_than_equal", "less_than_equal")  # vLLM shows them, and its clients' tests look for them

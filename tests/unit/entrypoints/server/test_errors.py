@@ -95,6 +95,12 @@ _GOOD = {"role": "user", "content": "hi"}
         ({"messages": [{"role": "user", "content": 5}]}, "messages[0].content",
          "messages[0].content: Input should be a valid string; or Input should be a valid list (it is 5)"),
         ({"messages": [_GOOD], "stop": 1}, "stop", "stop: Input should be a valid string; or Input should be"),
+        ({"messages": [_GOOD], "stop": ["x", 5]}, "stop[1]", "stop[1]: Input should be a valid string (it is 5)"),
+        ({"messages": [_GOOD, {"role": "user", "content": [{}, 5]}]}, "messages[1].content[1]",
+         "messages[1].content[1]: Input should be a valid dictionary (it is 5)"),
+        ({"messages": [_GOOD], "temperature": [1]}, "temperature",
+         "temperature: Input should be a valid number (it is a list)"),
+        ({"messages": {}}, "messages", "messages: Input should be a valid list (it is an object)"),
         ({"messages": [_GOOD], "temperature": "x" * 5000}, "temperature", "temperature: Input should be a valid"),
     ],
 )  # fmt: skip
