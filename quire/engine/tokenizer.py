@@ -5,6 +5,7 @@
 """
 
 from quire.config.engine_args import EngineConfig
+from quire.errors import ModelLoadError
 from quire.text.tokenizer import Tokenizer, load_tokenizer
 from quire.utils.hub import resolve_model_path
 
@@ -19,5 +20,8 @@ def config_tokenizer(config: EngineConfig) -> Tokenizer | None:
     if args.skip_tokenizer_init:
         return None
     if args.tokenizer is not None:
-        path = resolve_model_path(args.tokenizer, args.tokenizer_revision, cache_dir=args.download_dir)
+        try:
+            path = resolve_model_path(args.tokenizer, args.tokenizer_revision, cache_dir=args.download_dir)
+        except ModelLoadError as error:
+            raise ModelLoadError(f"tokenizer: {error}") from None
     return load_tokenizer(path, args.tokenizer_mode)
