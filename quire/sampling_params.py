@@ -193,9 +193,13 @@ class SamplingParams(msgspec.Struct, metaclass=_TakesGuided, omit_defaults=True,
         Uses temperature, top_p, top_k, min_p, repetition_penalty and max_new_tokens (as max_tokens); None and all
         other keys are skipped.
         """
-        found = {key: defaults[key] for key in GENERATION_KEYS if defaults.get(key) is not None}
-        fields = {"max_tokens" if key == "max_new_tokens" else key: value for key, value in found.items()}
+        fields = {key.replace("_new", ""): defaults[key] for key in GENERATION_KEYS if defaults.get(key) is not None}
         return cls(**{**fields, **given})
+
+    @classmethod
+    def from_optional(cls, **given: Any) -> "SamplingParams":
+        """Parameters of which None is the default; but of max_tokens: it is the context's end, as ever."""
+        return cls(**{name: given[name] for name in given if given[name] is not None or name == "max_tokens"})
 
     def verify_against_model(self, vocab_size: int, max_model_len: int, max_logprobs: int) -> None:
         """Check the rules that depend on the engine (`max_logprobs` -1 means no limit).
@@ -206,9 +210,8 @@ class SamplingParams(msgspec.Struct, metaclass=_TakesGuided, omit_defaults=True,
         """
         for field in ("logprobs", "prompt_logprobs"):
             wanted = getattr(self, field)
-            if wanted is None or max_logprobs == -1:
-                continue
-            if (vocab_size if wanted == -1 else wanted) > max_logprobs:
+            num_wanted = vocab_size if wanted == -1 else wanted or 0
+            if max_logprobs != -1 and num_wanted > max_logprobs:
                 remedy = "ask for fewer, or raise the engine's max_logprobs"
                 whole = f"-1 is the vocabulary, {vocab_size}"
                 raise broken(field, wanted, f"at most max_logprobs = {max_logprobs} ({whole}); {remedy}")
@@ -217,8 +220,7 @@ class SamplingParams(msgspec.Struct, metaclass=_TakesGuided, omit_defaults=True,
                 if token_id >= vocab_size:
                     raise broken(field, token_id, f"of token ids in [0, {vocab_size - 1}] (the vocabulary)")
         for field in ("truncate_prompt_tokens", "min_tokens"):
-            length = getattr(self, field)
-            if length is not None and length > max_model_len:
+            if (length := getattr(self, field) or 0) > max_model_len:
                 raise broken(field, length, f"at most the context length, {max_model_len}")
 
     def _check_lists(self) -> None:

@@ -330,6 +330,16 @@ def test_generation_defaults_and_what_overrides_them() -> None:
     assert SamplingParams.from_generation_defaults({}) == SamplingParams()
 
 
+def test_parameters_of_which_none_is_the_default() -> None:
+    """As vLLM's callers pass on what a request may lack; its max_tokens are the context's, too, where they are None."""
+    fields = {field: None for field in SamplingParams.__struct_fields__ if field != "max_tokens"}
+    assert SamplingParams.from_optional(**fields) == SamplingParams.from_optional() == SamplingParams()
+    assert SamplingParams.from_optional(max_tokens=None).max_tokens is None
+    assert SamplingParams.from_optional(n=2, top_p=0.5, stop="x") == SamplingParams(n=2, top_p=0.5, stop=["x"])
+    with pytest.raises(InvalidRequestError, match="^temperature must be a number"):
+        SamplingParams.from_optional(temperature="hot")
+
+
 @pytest.mark.parametrize(
     ("given", "words"),
     [
