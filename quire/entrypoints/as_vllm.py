@@ -43,6 +43,10 @@ class EngineArgs(engine_args.EngineArgs):
         """The options among parsed flags."""
         return cls(**{name: value for name, value in vars(args).items() if name in _OPTIONS})
 
+    def create_engine_config(self, usage_context: Any = None, headless: bool = False) -> SimpleNamespace:
+        """All settings, as an engine's `vllm_config`; its number of blocks is None before there is one."""
+        return _settings(self.resolve(), None)
+
 
 def _setting(engine: Any, name: str) -> Any:
     """A part of an engine's settings; an AttributeError, with what to do instead, for names that are nowhere."""
@@ -105,7 +109,7 @@ class AsyncLLM(async_llm.AsyncLLM):
 AsyncLLMEngine = AsyncLLM  # vLLM's older name
 
 
-def _settings(config: engine_args.EngineConfig, num_blocks: int) -> SimpleNamespace:
+def _settings(config: engine_args.EngineConfig, num_blocks: int | None) -> SimpleNamespace:
     import torch
 
     args, model = config.args, config.model

@@ -438,7 +438,5 @@ def _as_list(prompts: Any) -> list[PromptType]:
     if isinstance(prompts, str | dict | bytes | bytearray | memoryview) or not isinstance(prompts, Iterable):
         return [prompts]  # type: ignore[list-item]
     many = list(prompts)
-    if not many:
-        return []
-    # [1, 2, 3] is one prompt of token ids; [[1, 2], [3]] and ["a", "b"] are several prompts.
-    return [many] if all(hasattr(p, "__index__") for p in many) else many
+    # [1, 2, 3] is one prompt of token ids; [[1, 2], [3]] and ["a", "b"] are several prompts, and [] is none.
+    return [many] if many and all(hasattr(p, "__index__") for p in many) else many

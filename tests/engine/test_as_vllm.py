@@ -50,6 +50,15 @@ def test_options_under_vllms_names() -> None:
         EngineArgs(max_num_seqs=0)
 
 
+def test_settings_without_an_engine() -> None:
+    read = EngineArgs("demo", max_model_len=64, enable_prefix_caching=False).create_engine_config()
+    assert (read.model_config.max_model_len, read.model_config.get_vocab_size()) == (64, 4096)
+    assert (read.cache_config.enable_prefix_caching, read.cache_config.num_gpu_blocks) == (False, None)
+    assert read.parallel_config.world_size == 1
+    with pytest.raises(ConfigError, match="max_model_len = 1000000 is more than"):
+        EngineArgs("demo", max_model_len=10**6).create_engine_config()
+
+
 async def _text(args: Any) -> str:
     engine, text = AsyncLLM.from_engine_args(args), ""
     of_vllm: dict[str, Any] = {
