@@ -9,7 +9,7 @@ import itertools
 import time
 from collections.abc import AsyncGenerator, Callable, Iterable
 from contextlib import asynccontextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 from quire.config.engine_args import EngineArgs, EngineConfig
@@ -25,7 +25,8 @@ from quire.engine.tokenizer import Tokenizer, config_tokenizer
 from quire.errors import ConfigError, EngineDeadError, InvalidRequestError, OverloadedError, RequestFailedError
 from quire.inputs import PreparedPrompt, PromptType
 from quire.lora.request import AdapterRequest, PromptAdapterRequest, one_adapter
-from quire.outputs import RequestOutput
+from quire.outputs import PoolingOutput, PoolingRequestOutput, RequestOutput
+from quire.pooling_params import PoolingParams
 from quire.protocol.cache import PinnedPrefix
 from quire.protocol.core import Abort, Add, Call, CallName, CoreClient, Dead, Event, Finish, News, Ready, Refused, Reply
 from quire.protocol.requests import Terms
@@ -168,10 +169,9 @@ class AsyncLLM:
         adapter = await self.find_adapter(one_adapter(lora_request, prompt_adapter_request))
         terms = Terms(priority, client, ttft_target, tpot_target, adapter)
         async with self.open(prompt, sampling_params, request_id, terms, arrival_time) as stream:
-            output = None
-            while output is None or not output.finished:
-                output = await stream.get()
+            while not (output := await stream.get()).finished:
                 yield output
+            yield output
 
     @asynccontextmanager
     async def open(
@@ -208,6 +208,24 @@ class AsyncLLM:
         asked.output_kind = RequestOutputKind.FINAL_ONLY
         return self.generate(prompt, asked, request_id, lora_request=lora_request)
 
+    async def encode(
+        self, prompt: PromptType, pooling_params: PoolingParams | None = None, request_id: Any = None, **terms: Any
+    ) -> AsyncGenerator[PoolingRequestOutput, None]:
+        """Yield a prompt's vector, once, as `LLM.encode` gives it; nothing where it is aborted.
+
+        Args:
+            terms: `priority`, `lora_request` and the like, as of `generate`, which it raises as.
+        """
+        from torch import tensor  # slow to import, and for few
+
+        asked = pooling_params or PoolingParams()
+        prepared = await self.prepare(prompt, asked.sampling_params(self.model_config.hidden_size))
+        # To its end, before anything is yielded: callers take what they wanted, and leave.
+        for one in [each async for each in self.generate(replace(prepared, pools=True), None, request_id, **terms)]:
+            if one.pooled is not None:
+                found = PoolingOutput(tensor(asked.vector(one)))
+                yield PoolingRequestOutput(one.request_id, found, one.prompt_token_ids, one.num_cached_tokens or 0)
+
     def check_adapter(self, request: AdapterRequest) -> None:
         """Read an adapter's files, and raise InvalidRequestError where they can't be used."""
         self._inputs.processor.adapters.find(request)
@@ -231,11 +249,9 @@ class AsyncLLM:
             return
         seats = self.limits.max_num_seqs * self.config.args.data_parallel_size
         if num_requests > limit + seats:
-            raise InvalidRequestError(
-                f"{num_requests} prompts are too many at once: this engine holds at most {limit + seats} requests "
-                f"(max_num_queued_reqs = {limit} and max_num_seqs = {seats}); send fewer.",
-                "prompt",
-            )
+            most = f"{limit + seats} requests (max_num_queued_reqs = {limit} and max_num_seqs = {seats})"
+            why = f"{num_requests} prompts are too many at once: this engine holds at most {most}; send fewer."
+            raise InvalidRequestError(why, "prompt")
         # Where nothing waits in the engine, some of those queued are about to run.
         places = seats - (len(self._streams) - queued)
         if queued + num_requests > limit + (0 if self._stats.num_requests_waiting else max(0, places)):

@@ -102,6 +102,7 @@ class AsyncLLM(async_llm.AsyncLLM):
         return self.vllm_config.model_config
 
     generate = _as_vllms(async_llm.AsyncLLM.generate)
+    encode = _as_vllms(async_llm.AsyncLLM.encode)
     sleep = _as_vllms(async_llm.AsyncLLM.sleep)
     __getattr__ = _setting
 

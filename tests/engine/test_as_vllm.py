@@ -86,6 +86,34 @@ def test_an_asynchronous_engine_of_them(llm: LLM) -> None:
     assert asyncio.run(_text(AsyncEngineArgs(model="demo", max_model_len=128))) == expected
 
 
+@pytest.mark.slow
+def test_vectors_of_an_asynchronous_engine(llm: LLM) -> None:
+    """Those of LLM, each yielded once; what is aborted has none, and what is wrong is refused as by `generate`."""
+    import asyncio
+
+    async def check() -> None:
+        engine = AsyncLLM.from_engine_args(AsyncEngineArgs(model="demo", max_model_len=128))
+        try:
+            for params in (None, PoolingParams(dimensions=8, normalize=False)):
+                [found] = [each async for each in engine.encode("Once", params, "v", trace_headers=None, priority=0)]
+                [expected] = llm.encode("Once", params, use_tqdm=False)
+                assert torch.equal(found.outputs.data, expected.outputs.data)
+                assert (found.request_id, found.finished) == ("v", True)
+                assert found.prompt_token_ids == expected.prompt_token_ids
+            waiting = asyncio.ensure_future(anext(engine.encode("Once upon", None, "gone"), None))
+            await asyncio.sleep(0)
+            await asyncio.gather(engine.abort("gone"), waiting)
+            with pytest.raises(InvalidRequestError, match="dimensions = 10000 is more than"):
+                await anext(engine.encode("Once", PoolingParams(dimensions=10000)))
+            with pytest.raises(InvalidRequestError, match="prompt"):
+                await anext(engine.encode("Once " * 1000))
+            assert engine.num_unfinished == 0
+        finally:
+            engine.shutdown()
+
+    asyncio.run(check())
+
+
 def test_requests_with_what_vllms_have_besides(llm: LLM) -> None:
     llm.llm_engine.add_request("traced", "Once", SamplingParams(max_tokens=1), trace_headers={"traceparent": "00"})
     while llm.llm_engine.has_unfinished_requests():
@@ -151,10 +179,6 @@ async def _refusals(engine: AsyncLLM) -> None:
     try:
         with pytest.raises(NotYetSupportedError, match="^AsyncLLM.pause_generation is not supported: send no requests"):
             await engine.pause_generation(mode="keep")
-        with pytest.raises(
-            NotYetSupportedError, match=r"^AsyncLLM.encode is not supported yet: LLM.embed, .* vectors\.$"
-        ):
-            engine.encode("Once", PoolingParams(), "r")
         assert not hasattr(engine, "nonsense")
         assert not [name for name in vllm_names()["AsyncLLM"] if hasattr(engine, name)], "what is there is not missing"
         settings = engine.vllm_config
