@@ -161,10 +161,8 @@ class LLM:
             InvalidRequestError: bad messages, no template, the template's own complaint, or as `generate`.
             RequestFailedError: the process that templates run in can't be started.
         """
-        if not isinstance(messages, Sequence) or not messages:
-            what = f"a {type(messages).__name__}" if messages else "empty"
-            raise InvalidRequestError(f"messages is {what}; pass a list of at least one message.", "messages")
-        conversations: list[Any] = [messages] if isinstance(messages[0], dict) else list(messages)
+        several = isinstance(messages, Sequence) and messages and not isinstance(messages[0], dict)
+        conversations: list[Any] = list(messages) if several else [messages]
         tokenizer = self.get_tokenizer()
         template: Any = {"chat_template": chat_template, "chat_template_kwargs": chat_template_kwargs, "tools": tools}
         turns: Any = {"add_generation_prompt": add_generation_prompt, "continue_final_message": continue_final_message}
@@ -258,6 +256,8 @@ class LLM:
         many = self._tokenized(_as_list(prompts), tokenization_kwargs, truncation_side="right")
         given = PoolingParams() if pooling_params is None else pooling_params
         each = _one_each(given, len(many), "pooling params", "pooling_params")
+        if not all(isinstance(one, PoolingParams) for one in each):
+            raise InvalidRequestError(f"pooling_params must be PoolingParams, one or a list; got {each!r:.80}.")
         asked = [one.sampling_params(self.model_config.hidden_size) for one in each]
         terms = self._terms_for(len(many), lora_request)
         outputs = self._batches.run(many, asked, terms, use_tqdm=use_tqdm, pools=True)

@@ -76,6 +76,9 @@ def test_refusals() -> None:
             llm.embed("a", pooling_params=PoolingParams(**params))
     with pytest.raises(InvalidRequestError, match="2 pooling params for 1 prompts"):
         llm.embed("a", pooling_params=[PoolingParams()] * 2)
+    for wrong in (5, SamplingParams(), [SamplingParams()]):
+        with pytest.raises(InvalidRequestError, match=r"^pooling_params must be PoolingParams, .*; got \[(5|Sampling)"):
+            llm.embed("a", pooling_params=wrong)  # type: ignore[arg-type]
     with pytest.raises(InvalidRequestError, match="prompt"):
         llm.embed(["a", []])
     with pytest.raises(NotYetSupportedError, match="task='classify'"):

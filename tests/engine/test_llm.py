@@ -157,10 +157,11 @@ def test_chat(llm: LLM) -> None:
     assert [o.outputs[0].text for o in both] == [one.outputs[0].text] * 2
     (other,) = llm.chat(conversation, params, use_tqdm=False, chat_template="{{ messages[0].content }}")
     assert other.prompt == conversation[0]["content"]
-    with pytest.raises(InvalidRequestError, match="messages is a int; pass a list"):
-        llm.chat(5)  # type: ignore[arg-type]
-    with pytest.raises(InvalidRequestError, match="messages is empty"):
-        llm.chat([], params)
+    for wrong in (5, [], "x", [5], conversation[0], [conversation, 5]):
+        with pytest.raises(
+            InvalidRequestError, match=r"messages(\[1\] \(of 2\))?(: messages)? must be a list of at least one"
+        ):
+            llm.chat(wrong, params)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(
