@@ -102,7 +102,6 @@ def test_a_command_line_of_vllms(server: Any, bench: Any) -> None:
     refused = {
         ("serve", "--top-p", "0.9"): "is no option here, but of requests",
         ("serve", "--lora-assignment", "random"): "is not supported here: .*--model NAME",
-        ("serve", "--lora-modules", "one", "two"): "is not supported here: .*--model NAME",
         ("serve", "--probe-request-rate", "2"): "is not supported: .*--request-rate",
         ("throughput", "--backend", "hf"): "has one value here, 'vllm'",
         ("throughput", "--prefix-len", "2"): "is not an option here: .*--random-prefix-len",
