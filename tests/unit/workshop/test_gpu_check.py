@@ -12,6 +12,7 @@ import pytest
 sys.path.insert(0, str(Path(__file__).parents[3] / "tools"))
 gpu_check: Any = importlib.import_module("gpu_check")
 gpu_sections: Any = importlib.import_module("gpu_sections")
+gpu_measures: Any = importlib.import_module("gpu_measures")
 
 FOUND = 'print("RESULT " + \'{"a": 1, "rows": [{"n": 1}]}\'); print("RESULT " + \'{"rows": [{"n": 2}]}\')\n'
 PIECES = {"a": 1, "rows": [{"n": 1}, {"n": 2}]}
@@ -81,7 +82,7 @@ def test_a_kernel_that_comes_early_adds_only_what_it_takes_after_the_others() ->
         events += step(i * 100.0, ("embed", 0, 2), ("product", 1, 11), ("norm", 2, 13), ("product", 3, 32))
     events += step(600.0, ("embed", 0, 2), ("product", 1, 50))
     events += step(700.0, ("embed", 0, 2))
-    assert gpu_sections.own_times(events, "embed") == [
+    assert gpu_measures.own_times(events, "embed") == [
         {"kernel": "embed", "grid": "[1]", "calls": 1, "own_us": 2.0},
         {"kernel": "product", "grid": "[1]", "calls": 2, "own_us": 30.0},
         {"kernel": "norm", "grid": "[1]", "calls": 1, "own_us": 3.0},
