@@ -1,15 +1,15 @@
-// Paged attention of bf16 queries by dot products of pairs (AVX512_BF16), by the plan of attention.h.
+// Paged attention of bf16 queries on AVX-512 by dot products of pairs, by the plan of attention.h.
 //
 // A chunk's keys are gathered as pairs of features, its values as pairs of keys, so that one kernel does both products:
 // the scores of 64 keys, and the weighted sums of 64 features, each in a lane of its own and over the pairs in order.
 //
-// Where floats_are_faster() (linear_dot.h), all of them are floats instead: the second of a pair is added first, as an instruction for pairs does.
+// Where floats_are_faster() (float_pairs.h), all of them are floats instead: the second of a pair is added first, as an instruction for pairs does.
+// A level without that instruction has nothing else, and need not round weights to bf16.
 #pragma once
 
-#include <optional>
-
 #include "attention_parts.h"
-#include "linear_dot.h"
+#include "expand.h"
+#include "float_pairs.h"
 
 namespace quire::QUIRE_NS {
 
@@ -19,7 +19,6 @@ constexpr int kFloatRows = 12;         // rows whose sums of 32 columns do, wher
 constexpr int64_t kDotTaskRows = 256;  // of a task, which share each gathered chunk
 constexpr int kDirectRows = 8;         // rows that at a time meet keys and values as they lie in memory, the first ones of which bring them near
 constexpr int64_t kManyRows = 48;      // rows that share gathered chunks: in their long products what comes is fetched, and not while gathering
-constexpr int64_t kLead = 16384;       // bytes that are fetched before they are read, where that goes on at any time
 constexpr int64_t kNear = 2048;        // and into L1, where floats are faster
 
 // Where a task keeps what it works on. D is the padded head size; a word is a pair of bf16 or, of 32 that follow each other, first the float
@@ -72,11 +71,13 @@ inline __mmask16 first_lanes(int64_t n) { return n < 16 ? __mmask16((1u << n) - 
 
 // 32 elements as bf16.
 inline __m512i load_32(const bf16* p) { return _mm512_loadu_si512(p); }
+#if defined(__AVX512BF16__)
 inline __m512i load_32(const int8_t* p) {  // small integers are exact in bf16
     auto half = [&](int64_t i) { return _mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p + i)))); };
-    return (__m512i)_mm512_cvtne2ps_pbh(half(16), half(0));
+    return rounded_to_bf16(half(16), half(0));
 }
 inline __m512i load_32(const LookedUp* p) { return load_32(&p->code); }
+#endif
 
 // Which of two vectors' 32 elements make pairs from `first` on.
 inline __m512i in_turn(int first) {
@@ -113,83 +114,6 @@ inline void put_half(const Cached* from, int64_t count, bool upper, uint32_t* ou
     }
 }
 
-// What a thread reads of the cache from now on, fetched into L2 in the order of reading and `lead` bytes before: chunk by chunk of a
-// range, and then of the range after it, the keys of a chunk's blocks and their values. Fetched into L1, they come at half the rate.
-template <class Cached>
-class Ahead {
-public:
-    // From the chunk of key `low` on, up to `high`. What comes first, somebody fetched already. `after` may be null.
-    Ahead(const Sight& sight, int64_t low, int64_t high, const RowRange* after, int64_t lead)
-        : sight_(sight), chunk_(low / kChunk * kChunk), high_(high), after_(after), block_size_(sight.a.cache_shape.block_size) {
-        if (kChunk % block_size_) high_ = 0, after_ = nullptr, stretch_ = num_stretches();  // a chunk's keys are no stretch of memory
-        first_view();
-        for (int64_t left = lead; left > 0 && next_stretch();) {
-            const int64_t size = std::min<int64_t>(left, end_ - from_);
-            from_ += size, left -= size;
-        }
-    }
-    // As much as is about to be read.
-    QUIRE_INLINE void fetch(int64_t size) {
-        if (end_ - from_ < size) return fetch_on(size);
-        for (int64_t i = 0; i < size; i += 64) _mm_prefetch(from_ + i, _MM_HINT_T1);
-        from_ += size;
-    }
-
-private:
-    int64_t num_stretches() const { return 2 * (kChunk / block_size_); }
-    // To the end of a stretch, and from the next one the rest. Seldom, so out of the way of products.
-    __attribute__((noinline)) void fetch_on(int64_t size) {
-        for (; size > 0; from_ += 64, size -= 64) {
-            if (from_ >= end_ && !next_stretch()) return;
-            _mm_prefetch(from_, _MM_HINT_T1);
-        }
-    }
-    // The next keys or values of a block; false where nobody knows.
-    bool next_stretch() {
-        const CacheShape& shape = sight_->a.cache_shape;
-        for (;;) {
-            if (stretch_ == num_stretches()) {
-                if (!next_view()) return false;
-                stretch_ = 0;
-            }
-            const bool value = stretch_ >= num_stretches() / 2;
-            const int64_t position = chunk_ + stretch_++ * block_size_ - (value ? kChunk : 0), count = std::min(block_size_, end_key_ - position);
-            if (count <= 0) continue;
-            from_ = reinterpret_cast<const char*>(sight_->head(position, value));
-            end_ = from_ + (value && count < block_size_ ? count * shape.padded_dim() * int64_t(sizeof(Cached)) : shape.head_bytes());
-            return true;
-        }
-    }
-    // In the order of for_views, chunk by chunk.
-    bool next_view() {
-        if (!is_whole() && (sight_->node + 1) * sight_->group < sight_->range.end) {
-            sight_->node++, end_view();
-            return true;
-        }
-        chunk_ += kChunk;
-        if (chunk_ >= high_) {
-            if (!after_) return false;
-            sight_.emplace(sight_->a, *after_);
-            chunk_ = sight_->lowest_key(after_->begin) / kChunk * kChunk, high_ = sight_->end_key(), after_ = nullptr;
-        }
-        first_view();
-        return true;
-    }
-    bool is_whole() const { return std::min(high_, chunk_ + kChunk) <= sight_->range.shared; }
-    void first_view() {
-        sight_->node = is_whole() ? 0 : sight_->range.begin / sight_->group;
-        end_view();
-    }
-    void end_view() { end_key_ = is_whole() ? high_ : std::min(high_, sight_->position(sight_->node * sight_->group) + 1); }
-
-    std::optional<Sight> sight_;
-    int64_t chunk_, high_, end_key_ = 0;  // of the keys that are seen
-    const RowRange* after_;
-    const int64_t block_size_;
-    int64_t stretch_ = 0;  // of the chunk, the one after this one:
-    const char *from_ = nullptr, *end_ = nullptr;
-};
-
 // 16 pairs -> 16 floats of the first ones, and then those of the second ones.
 QUIRE_INLINE void store_floats(__m512i pairs, float* to) {
     const FloatPairs floats(pairs);
@@ -216,7 +140,7 @@ inline void spread_value(const Cached* from, int64_t dim, int64_t at, float* val
 
 // Keys and values [low, high) of a chunk, zeros elsewhere.
 template <class Cached, bool kFloats>
-void gather_pairs(const Sight& sight, int64_t chunk, int64_t low, int64_t high, Ahead<Cached>* ahead, const DotScratch<kFloats>& s) {
+void gather_pairs(const Sight& sight, int64_t chunk, int64_t low, int64_t high, CacheAhead<Cached>* ahead, const DotScratch<kFloats>& s) {
     const CacheShape& shape = sight.a.cache_shape;
     const int64_t dim = shape.padded_dim(), size = shape.block_size;
     if (low > chunk || high < chunk + kChunk) {
@@ -229,23 +153,25 @@ void gather_pairs(const Sight& sight, int64_t chunk, int64_t low, int64_t high, 
         const Cached* k = reinterpret_cast<const Cached*>(sight.head(position, false));
         const Cached* v = reinterpret_cast<const Cached*>(sight.head(position, true));
         const int64_t at = position - chunk;
-        if constexpr (kFloats) spread_keys(k + offset, size, dim, at, count, s.keys);
-        for (int64_t d = 0; d < dim && !kFloats; d += 2)
-            zip(k + d * size + offset, k + (d + 1) * size + offset, count, reinterpret_cast<uint32_t*>(s.keys) + d / 2 * kChunk + at);
-        for (int64_t i = 0; i < count; i++) {
-            const Cached* from = v + (offset + i) * dim;
-            if constexpr (kFloats) {
+        if constexpr (kFloats) {
+            spread_keys(k + offset, size, dim, at, count, s.keys);
+            for (int64_t i = 0; i < count; i++) {
                 if (ahead) ahead->fetch(2 * dim * int64_t(sizeof(Cached)));
-                spread_value(from, dim, at + i, s.values);
-                continue;
+                spread_value(v + (offset + i) * dim, dim, at + i, s.values);
             }
-            uint32_t* to = reinterpret_cast<uint32_t*>(s.values) + (at + i) / 2 * dim;
-            const bool two = (at + i) % 2 == 0 && i + 1 < count;
-            if (ahead) ahead->fetch((two ? 4 : 2) * dim * int64_t(sizeof(Cached)));
-            if (two)
-                i++, zip(from, from + dim, dim, to);
-            else
-                put_half(from, dim, (at + i) % 2, to);
+        } else {
+            for (int64_t d = 0; d < dim; d += 2)
+                zip(k + d * size + offset, k + (d + 1) * size + offset, count, s.keys + d / 2 * kChunk + at);
+            for (int64_t i = 0; i < count; i++) {
+                const Cached* from = v + (offset + i) * dim;
+                uint32_t* to = s.values + (at + i) / 2 * dim;
+                const bool two = (at + i) % 2 == 0 && i + 1 < count;
+                if (ahead) ahead->fetch((two ? 4 : 2) * dim * int64_t(sizeof(Cached)));
+                if (two)
+                    i++, zip(from, from + dim, dim, to);
+                else
+                    put_half(from, dim, (at + i) % 2, to);
+            }
         }
         if (sizeof(Cached) == 1) {
             std::memcpy(s.key_scales + at, reinterpret_cast<const float*>(k + size * dim) + offset, count * 4);
@@ -269,11 +195,11 @@ template <int kRows, int kVectors>
 QUIRE_INLINE void add_pairs(const uint32_t* x, int64_t x_stride, const uint32_t* y, int64_t y_stride, int64_t begin, int64_t end,
                             __m512 (&acc)[kRows][kVectors]) {
     for (int64_t p = begin; p < end; p++) {
-        __m512bh columns[kVectors];
-        times<kVectors>([&](auto j) QUIRE_ALWAYS { columns[j] = (__m512bh)_mm512_loadu_si512(y + p * y_stride + j * 16); });
+        __m512i columns[kVectors];
+        times<kVectors>([&](auto j) QUIRE_ALWAYS { columns[j] = _mm512_loadu_si512(y + p * y_stride + j * 16); });
         times<kRows>([&](auto r) QUIRE_ALWAYS {
-            const __m512bh pair = (__m512bh)_mm512_set1_epi32(int(x[r * x_stride + p]));
-            times<kVectors>([&](auto j) QUIRE_ALWAYS { acc[r][j] = _mm512_dpbf16_ps(acc[r][j], columns[j], pair); });
+            const __m512i pair = _mm512_set1_epi32(int(x[r * x_stride + p]));
+            times<kVectors>([&](auto j) QUIRE_ALWAYS { acc[r][j] = add_dot(acc[r][j], columns[j], pair); });
         });
     }
 }
@@ -369,6 +295,18 @@ QUIRE_INLINE void raise_highest(const Scratches& s, float* scores, uint64_t seen
     highest = reached > highest ? reached : highest;
 }
 
+// 32 weights as the words of pairs that they are multiplied as.
+#if defined(__AVX512BF16__)
+QUIRE_INLINE void store_weights(__m512 low, __m512 high, float* to) { store_floats(rounded_to_bf16(high, low), to); }
+QUIRE_INLINE void store_weights(__m512 low, __m512 high, uint32_t* to) { _mm512_storeu_si512(to, rounded_to_bf16(high, low)); }
+#else
+QUIRE_INLINE void store_weights(__m512 low, __m512 high, float* to) {
+    const __m512i even = _mm512_setr_epi32(0, 2, 4, 6, 8, 10, 12, 14, 16, 18, 20, 22, 24, 26, 28, 30);
+    _mm512_storeu_ps(to, _mm512_permutex2var_ps(low, even, high));
+    _mm512_storeu_ps(to + 16, _mm512_permutex2var_ps(low, _mm512_add_epi32(even, _mm512_set1_epi32(1)), high));
+}
+#endif
+
 // Then its weights, and their sums.
 template <bool kScaled, bool kFloats>
 QUIRE_INLINE void weigh_row(const DotScratch<kFloats>& s, int64_t row, const float* scores, float scale, float highest) {
@@ -383,9 +321,8 @@ QUIRE_INLINE void weigh_row(const DotScratch<kFloats>& s, int64_t row, const flo
     times<2>([&](auto i) QUIRE_ALWAYS {
         const __m512 first = weigh(2 * i), second = weigh(2 * i + 1);
         sum = i == 0 ? _mm512_add_ps(first, second) : _mm512_add_ps(_mm512_add_ps(sum, first), second);
-        const __m512bh pairs = _mm512_cvtne2ps_pbh(scaled(second, 2 * i + 1), scaled(first, 2 * i));
-        if constexpr (kFloats) store_floats((__m512i)pairs, s.weights + row * kChunk + i * 32);
-        else _mm512_storeu_si512(s.weights + row * kChunk / 2 + i * 16, (__m512i)pairs);
+        auto* to = s.weights + row * s.kWords * kChunk / 2 + s.kWords * i * 16;
+        store_weights(scaled(first, 2 * i), scaled(second, 2 * i + 1), to);
     });
     _mm512_storeu_ps(s.sums + row * 16, sum);
 }
@@ -418,7 +355,7 @@ struct DirectChunk {
 };
 
 // Brings to L1 what is read kNear bytes after two rows of a block's keys or values, maybe of the next ones already. Intel's cores read lines
-// from L2 late while those that Ahead fetches into it are on their way.
+// from L2 late while those that CacheAhead fetches into it are on their way.
 template <class Cached>
 QUIRE_INLINE void fetch_near(const Cached* even, const Cached* odd, const Cached* end, const Cached* next) {
     constexpr int64_t kElements = kNear / sizeof(Cached);
@@ -438,18 +375,18 @@ struct Alternating {
 
 // Pairs of two rows' columns in turn: of the lower halves of 128 bits, and of the upper ones.
 struct ColumnPairs {
-    __m512bh low, high;
+    __m512i low, high;
 
     QUIRE_INLINE ColumnPairs() : ColumnPairs(_mm512_setzero_si512(), _mm512_setzero_si512()) {}
     QUIRE_INLINE ColumnPairs(__m512i even, __m512i odd)
-        : low((__m512bh)_mm512_unpacklo_epi16(even, odd)), high((__m512bh)_mm512_unpackhi_epi16(even, odd)) {}
+        : low(_mm512_unpacklo_epi16(even, odd)), high(_mm512_unpackhi_epi16(even, odd)) {}
     QUIRE_INLINE ColumnPairs(const LookedUp* even, const LookedUp* odd) {
         static constexpr Alternating alternating;
         __m512i codes = two_halves(even, odd);
         asm("vpermb %0, %1, %0" : "+v"(codes) : "v"(_mm512_load_si512(alternating.bytes)));
         const __m512i magnitudes = _mm512_abs_epi8(codes), lows = bytes_of(magnitudes, kI8Tables.low);
         const __m512i highs = _mm512_ternarylogic_epi32(bytes_of(magnitudes, kI8Tables.high), codes, _mm512_set1_epi8(char(0x80)), 0xf8);  // with the codes' signs
-        low = (__m512bh)_mm512_unpacklo_epi8(lows, highs), high = (__m512bh)_mm512_unpackhi_epi8(lows, highs);
+        low = _mm512_unpacklo_epi8(lows, highs), high = _mm512_unpackhi_epi8(lows, highs);
     }
     template <class Cached>
     QUIRE_INLINE ColumnPairs(const Cached* even, const Cached* odd) : ColumnPairs(load_32(even), load_32(odd)) {}
@@ -457,8 +394,8 @@ struct ColumnPairs {
     QUIRE_INLINE explicit ColumnPairs(const Cached* even) : ColumnPairs(load_32(even), _mm512_setzero_si512()) {}
 
     QUIRE_INLINE void add(const uint32_t* weights, __m512 (&sums)[2]) const {
-        const __m512bh pair = (__m512bh)_mm512_set1_epi32(int(*weights));
-        sums[0] = _mm512_dpbf16_ps(sums[0], low, pair), sums[1] = _mm512_dpbf16_ps(sums[1], high, pair);
+        const __m512i pair = _mm512_set1_epi32(int(*weights));
+        sums[0] = add_dot(sums[0], low, pair), sums[1] = add_dot(sums[1], high, pair);
     }
     // Sums from and to 32 columns in order.
     static QUIRE_INLINE void load_sums(__m512 a, __m512 b, __m512 (&sums)[2]) {
@@ -538,7 +475,7 @@ constexpr bool is_early(int num_rows) { return sizeof(Cached) == 1 && num_rows >
 
 // Scores of a block's 32 keys: as dot_pairs has them. Of those that are not there, anything: nobody looks at them.
 template <int kRows, int kBlocks, class Cached, class Word>
-inline void direct_scores(const DirectChunk<Cached>& c, Ahead<Cached>* ahead, int64_t block, const Word* queries, float* scores) {
+inline void direct_scores(const DirectChunk<Cached>& c, CacheAhead<Cached>* ahead, int64_t block, const Word* queries, float* scores) {
     using Columns = ColumnsOf<Cached, Word>;
     constexpr bool kFloats = std::is_same_v<Word, float>;
     __m512 acc[kRows][kBlocks][2];
@@ -566,7 +503,7 @@ inline void direct_scores(const DirectChunk<Cached>& c, Ahead<Cached>* ahead, in
 // out = out * keep + weighted sums of 32 * kParts features of the values from `first` on, likewise. What is not there, is
 // not read: it may be no number.
 template <int kRows, int kParts, class Cached, class Word>
-inline void direct_sums(const DirectChunk<Cached>& c, Ahead<Cached>* ahead, int64_t first, const Word* weights, const float* keep, float* out) {
+inline void direct_sums(const DirectChunk<Cached>& c, CacheAhead<Cached>* ahead, int64_t first, const Word* weights, const float* keep, float* out) {
     using Columns = ColumnsOf<Cached, Word>;
     constexpr bool kFloats = std::is_same_v<Word, float>;
     __m512 acc[kRows][kParts][2];
@@ -629,7 +566,7 @@ struct DotKernel {
 
     // A few rows, from `row` of the range on, meet a chunk where it lies. `ahead` is null if others did before.
     template <int kRows>
-    void attend_direct(const Sight& sight, const Memory& s, int64_t row, int64_t chunk, int64_t end, Ahead<Cached>* ahead,
+    void attend_direct(const Sight& sight, const Memory& s, int64_t row, int64_t chunk, int64_t end, CacheAhead<Cached>* ahead,
                        ScoreFactors factors, Partial partial) const {
         const DirectChunk<Cached> c(sight, chunk, end - chunk);
         const auto* queries = s.queries + s.kWords * row * c.dim / 2;
@@ -660,7 +597,7 @@ struct DotKernel {
     // Rows [first_row, end_row) meet a gathered chunk: first its keys, then its values, so that L1 need hold but one of them. The
     // softmax of a few rows goes between products of the next ones, by execution units that products leave idle: maxima too, as
     // right after their own products they would wait for the last of them, and the next products with them.
-    QUIRE_ONE_COPY void attend(const Sight& sight, const Memory& s, int64_t first_row, int64_t end_row, int64_t chunk, Ahead<Cached>* ahead,
+    QUIRE_ONE_COPY void attend(const Sight& sight, const Memory& s, int64_t first_row, int64_t end_row, int64_t chunk, CacheAhead<Cached>* ahead,
                                ScoreFactors factors, Partial partial) const {
         const int64_t dim = a.cache_shape.padded_dim(), num_rows = end_row - first_row;
         const auto* queries = s.queries + s.kWords * first_row * dim / 2;
@@ -762,7 +699,7 @@ struct DotKernel {
         }
         const ScoreFactors factors(a);
         // A chunk that is gathered without fetching has to be there as a whole.
-        Ahead<Cached> ahead(sight, low, high, after, num_rows < kManyRows ? kLead : 2 * kChunk * dim * int64_t(sizeof(Cached)));
+        CacheAhead<Cached> ahead(sight, low, high, after, num_rows < kManyRows ? kLead : 2 * kChunk * dim * int64_t(sizeof(Cached)));
         const bool in_place = a.cache_shape.block_size == 32 && !a.step->tail_starts;
         for (int64_t chunk = low / kChunk * kChunk; chunk < high; chunk += kChunk)
             for_views(sight, chunk, high, [&](int64_t end, int64_t first_row, int64_t end_row) {
@@ -804,9 +741,13 @@ inline void attention_dot(const AttentionArgs& a, Context& context) {
         auto with = [&](auto capped) { run_attention(a, context, kDotTaskRows, DotKernel<decltype(cached), capped, floats>{a, context}); };
         a.softcap > 0 ? with(std::true_type()) : with(std::false_type());
     };
-    if (floats_are_faster()) return in_bf16 ? run(bf16(), std::true_type()) : run(int8_t(), std::true_type());
-    if (in_bf16) return run(bf16(), std::false_type());
-    looks_up_bytes() ? run(LookedUp(), std::false_type()) : run(int8_t(), std::false_type());
+#if defined(__AVX512BF16__)
+    if (!floats_are_faster()) {
+        if (in_bf16) return run(bf16(), std::false_type());
+        return looks_up_bytes() ? run(LookedUp(), std::false_type()) : run(int8_t(), std::false_type());
+    }
+#endif
+    in_bf16 ? run(bf16(), std::true_type()) : run(int8_t(), std::true_type());
 }
 
 }  // namespace quire::QUIRE_NS

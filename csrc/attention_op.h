@@ -5,7 +5,7 @@
 #include "operation.h"
 #if defined(__AMX_BF16__)
 #include "attention_amx.h"
-#elif defined(__AVX512BF16__)
+#elif defined(__AVX512F__)
 #include "attention_dot.h"
 #endif
 
@@ -23,7 +23,7 @@ inline void attention(const AttentionSpec& s, const Operands& o, Context& contex
                              s.heads.cache(o), s.scale, s.softcap, s.sinks, s.window, s.heads.step(o), o.out.type};
 #if defined(__AMX_BF16__)
     attention_amx(args, context);
-#elif defined(__AVX512BF16__)
+#elif defined(__AVX512F__)
     attention_dot(args, context);
 #else
     attention(args, context);

@@ -5,15 +5,12 @@
 // many there are, so its bits are its own. Few rows meet weights as they come from memory, turned in registers; for
 // many rows a block is turned once and kept in L2, and the first of them meet codes of four bits meanwhile.
 //
-// A product of pairs is an FMA of the second columns and then one of the first, with denormal numbers taken for 0 as all threads of the
-// pool take them. Intel's cores add four FMAs in the time of one product: there x becomes floats, and weights in registers.
+// Intel's cores add four FMAs in the time of one product of pairs (float_pairs.h): there x becomes floats, and weights in registers.
 #pragma once
 
-#include <cstdlib>
-
 #include "expand.h"
+#include "float_pairs.h"
 #include "linear.h"
-#include "near.h"
 
 namespace quire::QUIRE_NS {
 
@@ -101,7 +98,6 @@ QUIRE_INLINE void for_features(const uint8_t* tile, const Scales& scales, const 
     with(3, second);
 }
 
-inline __m512 add_dot(__m512 sum, __m512i weights, __m512i x) { return _mm512_dpbf16_ps(sum, (__m512bh)weights, (__m512bh)x); }
 inline __m512i eight_of_x(const bf16* x) { return _mm512_broadcast_i32x4(_mm_loadu_si128(reinterpret_cast<const __m128i*>(x))); }
 
 // Sums of features 4i + g and 4i + g + 1, four lanes each -> two lanes each.
@@ -117,35 +113,11 @@ QUIRE_INLINE void load_pair(const uint8_t* tile, int c, int pair, __m512i& even,
     odd = _mm512_loadu_si512(tile + c * 256 + pair * 128 + 64);
 }
 
-// Weights as floats: the first columns of pairs, and the second ones.
-struct FloatPairs {
-    __m512 first, second;
-
-    QUIRE_ALWAYS explicit FloatPairs(__m512i pairs)
-        : first((__m512)_mm512_slli_epi32(pairs, 16)), second((__m512)_mm512_and_si512(pairs, _mm512_set1_epi32(int(0xffff0000)))) {}
-};
-// As add_dot, bit for bit.
-QUIRE_INLINE __m512 add_floats(__m512 sum, const FloatPairs& weights, __m512 x_first, __m512 x_second) {
-    return _mm512_fmadd_ps(weights.first, x_first, _mm512_fmadd_ps(weights.second, x_second, sum));
-}
-
 // As add_pair, of x in floats: of eight columns the first ones of pairs, then the second ones.
 QUIRE_INLINE void add_floats_pair(__m512& first, __m512& second, const FloatPairs& even, const FloatPairs& odd, const float* x) {
     const __m512 x_first = _mm512_broadcast_f32x4(_mm_loadu_ps(x)), x_second = _mm512_broadcast_f32x4(_mm_loadu_ps(x + 4));
     first = add_floats(first, even, x_first, x_second);
     second = add_floats(second, odd, x_first, x_second);
-}
-
-// Whether two FMAs take clearly less than a product of pairs. That is measured, in some 30 us, as CPUs' names don't tell; QUIRE_FLOATS
-// is 0 or 1 for tests, as bits are the same.
-inline bool floats_are_faster() {
-    static const bool faster = [] {
-        if (const char* told = std::getenv("QUIRE_FLOATS")) return *told == '1';
-        const double pairs = least_seconds<vf>([](vf sum, vf x) { return (vf)add_dot((__m512)sum, (__m512i)x, (__m512i)x); });
-        auto fma = [](vf sum, vf x) { return (vf)_mm512_fmadd_ps((__m512)x, (__m512)x, (__m512)sum); };
-        return least_seconds<vf>([&](vf sum, vf x) { return fma(fma(sum, x), x); }) < 0.75 * pairs;
-    }();
-    return faster;
 }
 
 // What load_pair gave times eight columns of a row of x.
@@ -154,34 +126,6 @@ QUIRE_INLINE void add_pair(__m512& first, __m512& second, __m512i even, __m512i 
     first = add_dot(first, even, eight);
     second = add_dot(second, odd, eight);
 }
-
-// Rows of x: elements from row to row, and from tile to tile.
-struct RowsOfX {
-    const bf16* x;
-    int64_t stride, step;
-
-    RowsOfX from(int64_t row) const { return {x + row * stride, stride, step}; }
-};
-
-// Of which every one is some registers' distance away: as many addresses as there are rows would not fit. `kNear`: all lie so many
-// bytes apart, or 0.
-template <int kRows, int kNear>
-struct NearRows {
-    const char *first, *fifth, *ninth;
-    int64_t one, three;  // bytes to other rows
-
-    explicit NearRows(const RowsOfX& rows)
-        : first(reinterpret_cast<const char*>(rows.x)), fifth(first + (kRows > 4 ? 8 * rows.stride : 0)),
-          ninth(first + (kRows > 8 ? 16 * rows.stride : 0)), one(2 * rows.stride), three(6 * rows.stride) {
-        asm("" : "+r"(fifth), "+r"(ninth), "+r"(one), "+r"(three));  // or the compiler makes more of them
-    }
-    QUIRE_ALWAYS const bf16* at(int row, int c) const {
-        const char* base = row < 4 ? first : row < 8 ? fifth : ninth;
-        const char* from = row % 4 == 0 ? base : row % 4 == 1 ? base + one : row % 4 == 2 ? base + 2 * one : base + three;
-        return reinterpret_cast<const bf16*>(kNear ? first + row * kNear + c * (kNear / 4) : from + c * 16);
-    }
-    QUIRE_ALWAYS void skip(int64_t bytes) { first += bytes, fifth += bytes, ninth += bytes; }
-};
 
 // A block of weights on its way from memory times kRows rows of x -> sums[row][16]. `kTurns`: the weights, of four bits, are kept as
 // turn_block has them, and the rows may lie far apart.

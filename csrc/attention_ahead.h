@@ -1,0 +1,89 @@
+// What attention reads of the cache, fetched before it is read: blocks lie anywhere, and CPUs foresee nothing beyond a page.
+#pragma once
+
+#include <optional>
+
+#include "attention_sight.h"
+
+namespace quire::QUIRE_NS {
+
+constexpr int64_t kLead = 16384;  // bytes that are fetched before they are read, where that goes on at any time
+
+// What a thread reads of the cache from now on, fetched into L2 in the order of reading and `lead` bytes before: chunk by chunk of a
+// range, and then of the range after it, the keys of a chunk's blocks and their values. Fetched into L1, they come at half the rate.
+template <class Cached>
+class CacheAhead {
+public:
+    // From the chunk of key `low` on, up to `high`. What comes first, somebody fetched already. `after` may be null.
+    CacheAhead(const Sight& sight, int64_t low, int64_t high, const RowRange* after, int64_t lead)
+        : sight_(sight), chunk_(low / kChunk * kChunk), high_(high), after_(after), block_size_(sight.a.cache_shape.block_size) {
+        if (kChunk % block_size_) high_ = 0, after_ = nullptr, stretch_ = num_stretches();  // a chunk's keys are no stretch of memory
+        first_view();
+        for (int64_t left = lead; left > 0 && next_stretch();) {
+            const int64_t size = std::min<int64_t>(left, end_ - from_);
+            from_ += size, left -= size;
+        }
+    }
+    // As much as is about to be read.
+    QUIRE_INLINE void fetch(int64_t size) {
+        if (end_ - from_ < size) return fetch_on(size);
+        for (int64_t i = 0; i < size; i += 64) __builtin_prefetch(from_ + i, 0, 2);
+        from_ += size;
+    }
+
+private:
+    int64_t num_stretches() const { return 2 * (kChunk / block_size_); }
+    // To the end of a stretch, and from the next one the rest. Seldom, so out of the way of products.
+    __attribute__((noinline)) void fetch_on(int64_t size) {
+        for (; size > 0; from_ += 64, size -= 64) {
+            if (from_ >= end_ && !next_stretch()) return;
+            __builtin_prefetch(from_, 0, 2);
+        }
+    }
+    // The next keys or values of a block; false where nobody knows.
+    bool next_stretch() {
+        const CacheShape& shape = sight_->a.cache_shape;
+        for (;;) {
+            if (stretch_ == num_stretches()) {
+                if (!next_view()) return false;
+                stretch_ = 0;
+            }
+            const bool value = stretch_ >= num_stretches() / 2;
+            const int64_t position = chunk_ + stretch_++ * block_size_ - (value ? kChunk : 0), count = std::min(block_size_, end_key_ - position);
+            if (count <= 0) continue;
+            from_ = reinterpret_cast<const char*>(sight_->head(position, value));
+            end_ = from_ + (value && count < block_size_ ? count * shape.padded_dim() * int64_t(sizeof(Cached)) : shape.head_bytes());
+            return true;
+        }
+    }
+    // In the order of for_views, chunk by chunk.
+    bool next_view() {
+        if (!is_whole() && (sight_->node + 1) * sight_->group < sight_->range.end) {
+            sight_->node++, end_view();
+            return true;
+        }
+        chunk_ += kChunk;
+        if (chunk_ >= high_) {
+            if (!after_) return false;
+            sight_.emplace(sight_->a, *after_);
+            chunk_ = sight_->lowest_key(after_->begin) / kChunk * kChunk, high_ = sight_->end_key(), after_ = nullptr;
+        }
+        first_view();
+        return true;
+    }
+    bool is_whole() const { return std::min(high_, chunk_ + kChunk) <= sight_->range.shared; }
+    void first_view() {
+        sight_->node = is_whole() ? 0 : sight_->range.begin / sight_->group;
+        end_view();
+    }
+    void end_view() { end_key_ = is_whole() ? high_ : std::min(high_, sight_->position(sight_->node * sight_->group) + 1); }
+
+    std::optional<Sight> sight_;
+    int64_t chunk_, high_, end_key_ = 0;  // of the keys that are seen
+    const RowRange* after_;
+    const int64_t block_size_;
+    int64_t stretch_ = 0;  // of the chunk, the one after this one:
+    const char *from_ = nullptr, *end_ = nullptr;
+};
+
+}  // namespace quire::QUIRE_NS
