@@ -28,7 +28,7 @@ inline vf load_i8(const int8_t* p, int n) {
 
 // Keys [low, high) of a chunk, as keys[feature][key of the chunk] and values[key of the chunk][feature]; the rest zeros.
 template <class T>
-void gather(const Sight& sight, int64_t chunk, int64_t low, int64_t high, float* keys, float* values) {
+void gather(const Sight& sight, int64_t chunk, int64_t low, int64_t high, CacheAhead<T>& ahead, float* keys, float* values) {
     const CacheShape& shape = sight.a.cache_shape;
     const int64_t dim = shape.padded_dim(), size = shape.block_size;
     if (low > chunk || high < chunk + kChunk) {
@@ -49,7 +49,8 @@ void gather(const Sight& sight, int64_t chunk, int64_t low, int64_t high, float*
                 else
                     store_n(keys + d * kChunk + at + i, load_n(from, n), n);
             });
-        for (int64_t i = 0; i < count; i++)
+        for (int64_t i = 0; i < count; i++) {
+            ahead.fetch(2 * dim * int64_t(sizeof(T)));
             for (int64_t d = 0; d < dim; d += kLanes) {
                 const T* from = v + (offset + i) * dim + d;
                 if constexpr (sizeof(T) == 1)
@@ -57,11 +58,14 @@ void gather(const Sight& sight, int64_t chunk, int64_t low, int64_t high, float*
                 else
                     store(values + (at + i) * dim + d, load(from));
             }
+        }
     });
 }
 
 constexpr int kRowsAtOnce = 4;                                            // of queries, that share what is read of a chunk
 constexpr int vectors_at_once(int rows) { return 8 / rows; }  // sums in registers then: enough to hide what adding takes
+
+constexpr int64_t kFetched = 8;  // features of keys, or values, for which is fetched at a time
 
 // Where a vector's keys of a chunk lie, a feature after the other so far apart.
 template <class T>
@@ -70,13 +74,14 @@ struct ChunkKeys {
     int64_t stride;
 };
 
-// What some rows, `query` scaled, make of a chunk's keys: scores [row][key of the chunk].
+// What some rows, `query` scaled, make of a chunk's keys: scores [row][key of the chunk]. `ahead` is null where keys are gathered.
 template <int kRows, class T>
-QUIRE_ONE_COPY void score_keys(const float* query, const ChunkKeys<T>& keys, int64_t dim, float* scores) {
+QUIRE_ONE_COPY void score_keys(const float* query, const ChunkKeys<T>& keys, int64_t dim, CacheAhead<T>* ahead, float* scores) {
     constexpr int kVectors = kChunk / kLanes, kWide = std::min(vectors_at_once(kRows), kVectors);
     for (int first = 0; first < kVectors; first += kWide) {
         vf acc[kRows][kWide] = {};
         for (int64_t d = 0; d < dim; d++) {
+            if (ahead && d % kFetched == 0) ahead->fetch(kFetched * kWide * kLanes * int64_t(sizeof(T)));
             vf key[kWide];
             for (int j = 0; j < kWide; j++) key[j] = load(keys.vectors[first + j] + d * keys.stride);
             for (int r = 0; r < kRows; r++)
@@ -110,7 +115,7 @@ QUIRE_ONE_COPY inline void weigh_keys(float* scores, int64_t dim, int64_t first_
 
 // Adds the values of keys [begin, end) to the sums of some rows, all of which see them.
 template <int kRows, class T>
-QUIRE_ONE_COPY void add_values(const float* weights, const T* values, int64_t dim, int64_t begin, int64_t end, float* weighted) {
+QUIRE_ONE_COPY void add_values(const float* weights, const T* values, int64_t dim, int64_t begin, int64_t end, CacheAhead<T>* ahead, float* weighted) {
     constexpr int kWide = vectors_at_once(kRows);
     for (int64_t d = 0; d < dim; d += kWide * kLanes)
         with_rows<kWide>((dim - d) / kLanes, [&](auto n) {
@@ -118,6 +123,7 @@ QUIRE_ONE_COPY void add_values(const float* weights, const T* values, int64_t di
             for (int r = 0; r < kRows; r++)
                 for (int j = 0; j < n; j++) acc[r][j] = load(weighted + r * dim + d + j * kLanes);
             for (int64_t i = begin; i < end; i++) {
+                if (ahead && i % kFetched == 0) ahead->fetch(kFetched * n * kLanes * int64_t(sizeof(T)));
                 vf value[n];
                 for (int j = 0; j < n; j++) value[j] = load(values + i * dim + d + j * kLanes);
                 for (int r = 0; r < kRows; r++)
@@ -242,7 +248,7 @@ struct RowKernel {
     const AttentionArgs& a;
     Context& context;
 
-    QUIRE_ONE_COPY void compute(RowRange range, int64_t low, int64_t high, Partial partial, int thread, const RowRange*) const {
+    QUIRE_ONE_COPY void compute(RowRange range, int64_t low, int64_t high, Partial partial, int thread, const RowRange* after) const {
         Sight sight(a, range);
         const int64_t dim = a.cache_shape.padded_dim(), num_rows = range.end - range.begin;
         float* keys = context.thread_scratch[thread].get<float>(2 * kChunk * dim + num_rows * dim);
@@ -254,26 +260,27 @@ struct RowKernel {
             for (int64_t i = 0; i < dim; i++) partial.weighted[r * dim + i] = 0;
             partial.highest[r] = kLowest, partial.total[r] = 0;
         }
+        CacheAhead<Cached> ahead(sight, low, high, after, kLead);
         for (int64_t chunk = low / kChunk * kChunk; chunk < high; chunk += kChunk)
             for_views(sight, chunk, high, [&](int64_t stop, int64_t first_row, int64_t end_row) {
                 const int64_t start = low > chunk ? low : chunk;
-                auto attend = [&](const auto& lie, const auto& for_values) {
+                auto attend = [&](const auto& lie, auto* fetching, const auto& for_values) {
                     for (int64_t r = first_row; r < end_row; r += kRowsAtOnce)
-                        with_rows<kRowsAtOnce>(end_row - r, [&](auto rows) { attend_chunk<rows>(sight, chunk, r, query, lie, for_values, partial); });
+                        with_rows<kRowsAtOnce>(end_row - r, [&](auto rows) { attend_chunk<rows>(sight, chunk, r, query, lie, fetching, for_values, partial); });
                 };
                 if constexpr (sizeof(Cached) > 1) {
                     if (end_row - first_row <= kRowsAtOnce && a.cache_shape.block_size % kLanes == 0 && stop <= sight.tail)
-                        return attend(cached_keys(sight, chunk, start, stop), [&](int64_t begin, int64_t end, const auto& body) {
+                        return attend(cached_keys(sight, chunk, start, stop), &ahead, [&](int64_t begin, int64_t end, const auto& body) {
                             sight.for_blocks(chunk + begin, chunk + end, [&](int64_t position, int64_t offset, int64_t count) {
                                 const int64_t at = position - chunk;
                                 body(reinterpret_cast<const Cached*>(sight.head(position, true)) + (offset - at) * dim, at, at + count);
                             });
                         });
                 }
-                gather<Cached>(sight, chunk, start, stop, keys, values);
+                gather<Cached>(sight, chunk, start, stop, ahead, keys, values);
                 ChunkKeys<float> gathered{{}, kChunk};
                 for (int64_t i = 0; i < kChunk; i += kLanes) gathered.vectors[i / kLanes] = keys + i;
-                attend(gathered, [&](int64_t begin, int64_t end, const auto& body) { body(values, begin, end); });
+                attend(gathered, static_cast<CacheAhead<float>*>(nullptr), [&](int64_t begin, int64_t end, const auto& body) { body(values, begin, end); });
             });
     }
 
@@ -291,7 +298,7 @@ struct RowKernel {
     // Rows of the task from `first` on meet a chunk. `for_values` calls body(values, begin, end) for stretches of keys, whose values lie
     // one after the other, the chunk's first one's at `values`.
     template <int kRows, class K, class Values>
-    void attend_chunk(const Sight& sight, int64_t chunk, int64_t first, const float* query, const ChunkKeys<K>& keys, const Values& for_values, Partial partial) const {
+    void attend_chunk(const Sight& sight, int64_t chunk, int64_t first, const float* query, const ChunkKeys<K>& keys, CacheAhead<K>* ahead, const Values& for_values, Partial partial) const {
         const int64_t dim = a.cache_shape.padded_dim();
         alignas(64) float scores[kRows * kChunk];
         int64_t begin[kRows], end[kRows], common_begin = 0, common_end = kChunk;
@@ -300,11 +307,11 @@ struct RowKernel {
             begin[r] = std::max<int64_t>(0, sight.lowest_key(row) - chunk), end[r] = std::min(kChunk, sight.position(row) + 1 - chunk);
             common_begin = std::max(common_begin, begin[r]), common_end = std::min(common_end, end[r]);
         }
-        score_keys<kRows>(query + first * dim, keys, dim, scores);
+        score_keys<kRows>(query + first * dim, keys, dim, ahead, scores);
         float* weighted = partial.weighted + first * dim;
         auto add = [&](auto rows, int64_t r, int64_t begin, int64_t end) {
             if (begin < end) for_values(begin, end, [&](const auto* values, int64_t from, int64_t to) {
-                add_values<rows>(scores + r * kChunk, values, dim, from, to, weighted + r * dim);
+                add_values<rows>(scores + r * kChunk, values, dim, from, to, ahead, weighted + r * dim);
             });
         };
         const std::integral_constant<int, 1> one;
