@@ -19,6 +19,9 @@ constexpr int64_t kMostPartials = 8 << 20;  // floats of partial results kept at
 constexpr float kLowest = -3.0e38f;   // running maximum before the first visible key: finite, so never NaN
 
 inline vf load_i8(const int8_t* p, int n) {
+#if defined(__AVX2__) && !defined(__AVX512F__)  // GCC 12 makes two halves of the conversion below
+    if (n == kLanes) return (vf)_mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(_mm_loadl_epi64(reinterpret_cast<const __m128i*>(p))));
+#endif
     int8_t padded[kLanes] = {};
     std::memcpy(padded, p, n);
     vb bytes;
@@ -62,8 +65,9 @@ void gather(const Sight& sight, int64_t chunk, int64_t low, int64_t high, CacheA
     });
 }
 
-constexpr int kRowsAtOnce = 4;                                            // of queries, that share what is read of a chunk
-constexpr int vectors_at_once(int rows) { return 8 / rows; }  // sums in registers then: enough to hide what adding takes
+constexpr int64_t kRowsInPlace = 24;  // that meet keys and values as they lie in the cache
+constexpr int kRowsAtOnce = 6;  // of queries, that share what is read of a chunk
+constexpr int vectors_at_once(int rows) { return rows > 4 ? 2 : 8 / rows; }  // sums in registers then: enough to hide what adding takes
 
 constexpr int64_t kFetched = 8;  // features of keys, or values, for which is fetched at a time
 
@@ -74,16 +78,19 @@ struct ChunkKeys {
     int64_t stride;
 };
 
-// What some rows, `query` scaled, make of a chunk's keys: scores [row][key of the chunk]. `ahead` is null where keys are gathered.
+// What some rows, `query` scaled, make of keys [begin, end) of a chunk and others that are at hand: scores [row][key of the chunk]. `ahead`
+// is null where keys are gathered.
 template <int kRows, class T>
-QUIRE_ONE_COPY void score_keys(const float* query, const ChunkKeys<T>& keys, int64_t dim, CacheAhead<T>* ahead, float* scores) {
-    constexpr int kVectors = kChunk / kLanes, kWide = std::min(vectors_at_once(kRows), kVectors);
-    for (int first = 0; first < kVectors; first += kWide) {
+QUIRE_ONE_COPY void score_keys(const float* query, const ChunkKeys<T>& keys, int64_t dim, int64_t begin, int64_t end, CacheAhead<T>* ahead, float* scores) {
+    constexpr int kWide = std::min<int>(vectors_at_once(kRows), kChunk / kLanes);
+    for (int64_t first = begin / (kWide * kLanes) * kWide; first * kLanes < end; first += kWide) {
         vf acc[kRows][kWide] = {};
-        for (int64_t d = 0; d < dim; d++) {
+        const T* from[kWide];
+        for (int j = 0; j < kWide; j++) from[j] = keys.vectors[first + j];
+        for (int64_t d = 0, stride = keys.stride; d < dim; d++) {
             if (ahead && d % kFetched == 0) ahead->fetch(kFetched * kWide * kLanes * int64_t(sizeof(T)));
             vf key[kWide];
-            for (int j = 0; j < kWide; j++) key[j] = load(keys.vectors[first + j] + d * keys.stride);
+            for (int j = 0; j < kWide; j++) key[j] = load(from[j]), from[j] += stride;
             for (int r = 0; r < kRows; r++)
                 for (int j = 0; j < kWide; j++) acc[r][j] += query[r * dim + d] * key[j];
         }
@@ -103,9 +110,13 @@ QUIRE_ONE_COPY inline void weigh_keys(float* scores, int64_t dim, int64_t first_
     const float new_highest = hmax(most);
     vf sum = vf{};
     for (int64_t i = 0; i < kChunk; i += kLanes) {
-        const vf p = exp(load(scores + i) - new_highest);
+        const vf p = exp_below_0(load(scores + i) - new_highest);
         store(scores + i, p);
         sum += p;
+    }
+    if (new_highest == highest) {  // mostly, and what is below would change no bit
+        total += hsum(sum);
+        return;
     }
     const float decay = exp(splat(highest - new_highest))[0];
     highest = new_highest;
@@ -264,12 +275,12 @@ struct RowKernel {
         for (int64_t chunk = low / kChunk * kChunk; chunk < high; chunk += kChunk)
             for_views(sight, chunk, high, [&](int64_t stop, int64_t first_row, int64_t end_row) {
                 const int64_t start = low > chunk ? low : chunk;
-                auto attend = [&](const auto& lie, auto* fetching, const auto& for_values) {
-                    for (int64_t r = first_row; r < end_row; r += kRowsAtOnce)
-                        with_rows<kRowsAtOnce>(end_row - r, [&](auto rows) { attend_chunk<rows>(sight, chunk, r, query, lie, fetching, for_values, partial); });
+                auto attend = [&](const auto& lie, auto* ahead, const auto& for_values) {
+                    for (int64_t r = first_row; r < end_row; r += kRowsAtOnce, ahead = nullptr)  // the first ones bring near what all read
+                        with_rows<kRowsAtOnce>(end_row - r, [&](auto rows) { attend_chunk<rows>(sight, chunk, r, query, lie, ahead, for_values, partial); });
                 };
                 if constexpr (sizeof(Cached) > 1) {
-                    if (end_row - first_row <= kRowsAtOnce && a.cache_shape.block_size % kLanes == 0 && stop <= sight.tail)
+                    if (end_row - first_row <= kRowsInPlace && a.cache_shape.block_size % kLanes == 0 && stop <= sight.tail)
                         return attend(cached_keys(sight, chunk, start, stop), &ahead, [&](int64_t begin, int64_t end, const auto& body) {
                             sight.for_blocks(chunk + begin, chunk + end, [&](int64_t position, int64_t offset, int64_t count) {
                                 const int64_t at = position - chunk;
@@ -301,13 +312,14 @@ struct RowKernel {
     void attend_chunk(const Sight& sight, int64_t chunk, int64_t first, const float* query, const ChunkKeys<K>& keys, CacheAhead<K>* ahead, const Values& for_values, Partial partial) const {
         const int64_t dim = a.cache_shape.padded_dim();
         alignas(64) float scores[kRows * kChunk];
-        int64_t begin[kRows], end[kRows], common_begin = 0, common_end = kChunk;
+        int64_t begin[kRows], end[kRows], common_begin = 0, common_end = kChunk, any_begin = kChunk, any_end = 0;
         for (int r = 0; r < kRows; r++) {
             const int64_t row = sight.range.begin + first + r;
             begin[r] = std::max<int64_t>(0, sight.lowest_key(row) - chunk), end[r] = std::min(kChunk, sight.position(row) + 1 - chunk);
             common_begin = std::max(common_begin, begin[r]), common_end = std::min(common_end, end[r]);
+            any_begin = std::min(any_begin, begin[r]), any_end = std::max(any_end, end[r]);
         }
-        score_keys<kRows>(query + first * dim, keys, dim, ahead, scores);
+        score_keys<kRows>(query + first * dim, keys, dim, any_begin, any_end, ahead, scores);
         float* weighted = partial.weighted + first * dim;
         auto add = [&](auto rows, int64_t r, int64_t begin, int64_t end) {
             if (begin < end) for_values(begin, end, [&](const auto* values, int64_t from, int64_t to) {
@@ -336,7 +348,7 @@ struct RowKernel {
 };
 
 inline void attention(const AttentionArgs& a, Context& context) {
-    constexpr int64_t kRows = 32;
+    constexpr int64_t kRows = 96;
     const bool i8 = a.cache_shape.type == Type::i8;
     if (a.type == Type::f32)
         i8 ? run_attention(a, context, kRows, RowKernel<float, int8_t>{a, context})

@@ -216,12 +216,10 @@ inline vi nearest(vf x) {  // |x| < 2^22
 #endif
 }
 
-// e^x, within 1 ulp or so of the true value; 0 below -87.3, inf above 88.7; e^0 is exactly 1. (Cephes' polynomial.)
-inline vf exp(vf x) {
-    vi under = x < splat(-87.33f), over = x > splat(88.72f);
-    vf inside = min(max(x, splat(-87.33f)), splat(88.72f));
-    vf n = round_nearest(inside * 1.44269504088896341f);
-    vf r = inside - n * 0.693359375f;
+// e^x = y * 2^n, for -87.33 <= x <= 88.72; y is within 1 ulp or so of the true value. (Cephes' polynomial.)
+inline vf split_exp(vf x, vf& n) {
+    n = round_nearest(x * 1.44269504088896341f);
+    vf r = x - n * 0.693359375f;
     r = r - n * -2.12194440e-4f;
     vf p = splat(1.9875691500e-4f);
     p = p * r + 1.3981999507e-3f;
@@ -229,7 +227,13 @@ inline vf exp(vf x) {
     p = p * r + 4.1665795894e-2f;
     p = p * r + 1.6666665459e-1f;
     p = p * r + 5.0000001201e-1f;
-    vf y = p * (r * r) + r + 1.0f;
+    return p * (r * r) + r + 1.0f;
+}
+
+// e^x; 0 below -87.3, inf above 88.7; e^0 is exactly 1.
+inline vf exp(vf x) {
+    vi under = x < splat(-87.33f), over = x > splat(88.72f);
+    vf n, y = split_exp(min(max(x, splat(-87.33f)), splat(88.72f)), n);
     vi k = __builtin_convertvector(n, vi);
     // In two steps, as 2^128 is no float.
     vi half = k >> 1;
@@ -237,6 +241,11 @@ inline vf exp(vf x) {
     y = select(under, vf{}, y);
     y = select(over, splat(__builtin_inff()), y);
     return select(x != x, x, y);
+}
+// The same in half of the operations, for x <= 0.
+inline vf exp_below_0(vf x) {
+    vf n, y = split_exp(max(splat(-87.33f), x), n);  // NaN stays NaN
+    return select(x < splat(-87.33f), vf{}, y * as_float((nearest(n) + 127) << 23));
 }
 
 inline vf tanh(vf x) {
