@@ -71,12 +71,20 @@ constexpr int vectors_at_once(int rows) { return rows > 4 ? 2 : 8 / rows; }  // 
 
 constexpr int64_t kFetched = 8;  // features of keys, or values, for which is fetched at a time
 
-// Where a vector's keys of a chunk lie, a feature after the other so far apart.
+// Where a vector's keys of a chunk lie, a feature after the other so far apart, and of i8 their scales.
 template <class T>
 struct ChunkKeys {
     const T* vectors[kChunk / kLanes];
+    const float* scales[kChunk / kLanes];
     int64_t stride;
 };
+
+// As gathered; `scale` is of i8.
+template <class T, class Scale>
+QUIRE_INLINE vf load_scaled(const T* p, const Scale& scale) {
+    if constexpr (sizeof(T) == 1) return load_i8(p, kLanes) * scale;
+    else return load(p);
+}
 
 // What some rows, `query` scaled, make of keys [begin, end) of a chunk and others that are at hand: scores [row][key of the chunk]. `ahead`
 // is null where keys are gathered.
@@ -86,11 +94,15 @@ QUIRE_ONE_COPY void score_keys(const float* query, const ChunkKeys<T>& keys, int
     for (int64_t first = begin / (kWide * kLanes) * kWide; first * kLanes < end; first += kWide) {
         vf acc[kRows][kWide] = {};
         const T* from[kWide];
-        for (int j = 0; j < kWide; j++) from[j] = keys.vectors[first + j];
+        vf scales[kWide] = {};
+        for (int j = 0; j < kWide; j++) {
+            from[j] = keys.vectors[first + j];
+            if (sizeof(T) == 1) scales[j] = load(keys.scales[first + j]);
+        }
         for (int64_t d = 0, stride = keys.stride; d < dim; d++) {
             if (ahead && d % kFetched == 0) ahead->fetch(kFetched * kWide * kLanes * int64_t(sizeof(T)));
             vf key[kWide];
-            for (int j = 0; j < kWide; j++) key[j] = load(from[j]), from[j] += stride;
+            for (int j = 0; j < kWide; j++) key[j] = load_scaled(from[j], scales[j]), from[j] += stride;
             for (int r = 0; r < kRows; r++)
                 for (int j = 0; j < kWide; j++) acc[r][j] += query[r * dim + d] * key[j];
         }
@@ -126,7 +138,7 @@ QUIRE_ONE_COPY inline void weigh_keys(float* scores, int64_t dim, int64_t first_
 
 // Adds the values of keys [begin, end) to the sums of some rows, all of which see them.
 template <int kRows, class T>
-QUIRE_ONE_COPY void add_values(const float* weights, const T* values, int64_t dim, int64_t begin, int64_t end, CacheAhead<T>* ahead, float* weighted) {
+QUIRE_ONE_COPY void add_values(const float* weights, const T* values, const float* scales, int64_t dim, int64_t begin, int64_t end, CacheAhead<T>* ahead, float* weighted) {
     constexpr int kWide = vectors_at_once(kRows);
     for (int64_t d = 0; d < dim; d += kWide * kLanes)
         with_rows<kWide>((dim - d) / kLanes, [&](auto n) {
@@ -136,7 +148,7 @@ QUIRE_ONE_COPY void add_values(const float* weights, const T* values, int64_t di
             for (int64_t i = begin; i < end; i++) {
                 if (ahead && i % kFetched == 0) ahead->fetch(kFetched * n * kLanes * int64_t(sizeof(T)));
                 vf value[n];
-                for (int j = 0; j < n; j++) value[j] = load(values + i * dim + d + j * kLanes);
+                for (int j = 0; j < n; j++) value[j] = load_scaled(values + i * dim + d + j * kLanes, sizeof(T) == 1 ? scales[i] : 1.0f);
                 for (int r = 0; r < kRows; r++)
                     for (int j = 0; j < n; j++) acc[r][j] += weights[r * kChunk + i] * value[j];
             }
@@ -261,7 +273,7 @@ struct RowKernel {
 
     QUIRE_ONE_COPY void compute(RowRange range, int64_t low, int64_t high, Partial partial, int thread, const RowRange* after) const {
         Sight sight(a, range);
-        const int64_t dim = a.cache_shape.padded_dim(), num_rows = range.end - range.begin;
+        const int64_t dim = a.cache_shape.padded_dim(), size = a.cache_shape.block_size, num_rows = range.end - range.begin;
         float* keys = context.thread_scratch[thread].get<float>(2 * kChunk * dim + num_rows * dim);
         float *values = keys + kChunk * dim, *query = values + kChunk * dim;
         for (int64_t r = 0; r < num_rows; r++) {
@@ -279,34 +291,35 @@ struct RowKernel {
                     for (int64_t r = first_row; r < end_row; r += kRowsAtOnce, ahead = nullptr)  // the first ones bring near what all read
                         with_rows<kRowsAtOnce>(end_row - r, [&](auto rows) { attend_chunk<rows>(sight, chunk, r, query, lie, ahead, for_values, partial); });
                 };
-                if constexpr (sizeof(Cached) > 1) {
-                    if (end_row - first_row <= kRowsInPlace && a.cache_shape.block_size % kLanes == 0 && stop <= sight.tail)
-                        return attend(cached_keys(sight, chunk, start, stop), &ahead, [&](int64_t begin, int64_t end, const auto& body) {
-                            sight.for_blocks(chunk + begin, chunk + end, [&](int64_t position, int64_t offset, int64_t count) {
-                                const int64_t at = position - chunk;
-                                body(reinterpret_cast<const Cached*>(sight.head(position, true)) + (offset - at) * dim, at, at + count);
-                            });
+                if (end_row - first_row <= kRowsInPlace && size % kLanes == 0 && stop <= sight.tail)
+                    return attend(cached_keys(sight, chunk, start, stop), &ahead, [&](int64_t begin, int64_t end, const auto& body) {
+                        sight.for_blocks(chunk + begin, chunk + end, [&](int64_t position, int64_t offset, int64_t count) {
+                            const int64_t at = position - chunk;
+                            const Cached* values = reinterpret_cast<const Cached*>(sight.head(position, true));
+                            body(values + (offset - at) * dim, reinterpret_cast<const float*>(values + size * dim) + offset - at, at, at + count);
                         });
-                }
+                    });
                 gather<Cached>(sight, chunk, start, stop, ahead, keys, values);
-                ChunkKeys<float> gathered{{}, kChunk};
+                ChunkKeys<float> gathered{{}, {}, kChunk};
                 for (int64_t i = 0; i < kChunk; i += kLanes) gathered.vectors[i / kLanes] = keys + i;
-                attend(gathered, static_cast<CacheAhead<float>*>(nullptr), [&](int64_t begin, int64_t end, const auto& body) { body(values, begin, end); });
+                attend(gathered, static_cast<CacheAhead<float>*>(nullptr), [&](int64_t begin, int64_t end, const auto& body) { body(values, nullptr, begin, end); });
             });
     }
 
     // Few rows read keys where they lie in the cache; those that none of them sees anywhere.
     static ChunkKeys<Cached> cached_keys(const Sight& sight, int64_t chunk, int64_t low, int64_t high) {
         const int64_t size = sight.a.cache_shape.block_size;
-        ChunkKeys<Cached> keys{{}, size};
+        ChunkKeys<Cached> keys{{}, {}, size};
         for (int64_t i = 0; i < kChunk; i += kLanes) {
             const int64_t position = chunk + i + kLanes > low && chunk + i < high ? chunk + i : low / kLanes * kLanes;
-            keys.vectors[i / kLanes] = reinterpret_cast<const Cached*>(sight.head(position, false)) + position % size;
+            const Cached* block = reinterpret_cast<const Cached*>(sight.head(position, false));
+            keys.vectors[i / kLanes] = block + position % size;
+            keys.scales[i / kLanes] = reinterpret_cast<const float*>(block + size * sight.a.cache_shape.padded_dim()) + position % size;
         }
         return keys;
     }
 
-    // Rows of the task from `first` on meet a chunk. `for_values` calls body(values, begin, end) for stretches of keys, whose values lie
+    // Rows of the task from `first` on meet a chunk. `for_values` calls body(values, scales, begin, end) for stretches of keys, whose values lie
     // one after the other, the chunk's first one's at `values`.
     template <int kRows, class K, class Values>
     void attend_chunk(const Sight& sight, int64_t chunk, int64_t first, const float* query, const ChunkKeys<K>& keys, CacheAhead<K>* ahead, const Values& for_values, Partial partial) const {
@@ -322,8 +335,8 @@ struct RowKernel {
         score_keys<kRows>(query + first * dim, keys, dim, any_begin, any_end, ahead, scores);
         float* weighted = partial.weighted + first * dim;
         auto add = [&](auto rows, int64_t r, int64_t begin, int64_t end) {
-            if (begin < end) for_values(begin, end, [&](const auto* values, int64_t from, int64_t to) {
-                add_values<rows>(scores + r * kChunk, values, dim, from, to, ahead, weighted + r * dim);
+            if (begin < end) for_values(begin, end, [&](const auto* values, const float* scales, int64_t from, int64_t to) {
+                add_values<rows>(scores + r * kChunk, values, scales, dim, from, to, ahead, weighted + r * dim);
             });
         };
         const std::integral_constant<int, 1> one;
