@@ -61,7 +61,10 @@ def test_operations_import_no_triton() -> None:
 
 
 def test_kernels_wait_for_those_before() -> None:
-    """Launched early, a kernel may read what others write only when it has waited: without a GPU nothing shows that."""
+    """Launched early, a kernel may read what others write only when it has waited: without a GPU nothing shows that.
+
+    Weights are no kernel's to write.
+    """
     launched, waiting = set[str](), set[str]()
     for path in (Path(ops.__file__).parent / "triton").glob("*.py"):
         for node in ast.walk(ast.parse(path.read_text())):
@@ -69,7 +72,8 @@ def test_kernels_wait_for_those_before() -> None:
                 launched.add(re.findall(r"_\w+", ast.unparse(node.args[0]))[0])
             elif isinstance(node, ast.FunctionDef):
                 before, waits, _ = ast.unparse(node).partition("\n    begin_kernel()\n")
-                if waits and "tl.load" not in before and "tl.store" not in before:
+                read = set(re.findall(r"tl\.load\((\w+)", before))
+                if waits and read <= {"weight"} and "tl.store" not in before:
                     waiting.add(node.name)
     assert {"_linear", "_attend", "_combine", "_norm", "_products"} <= launched
     assert launched <= waiting, launched - waiting
