@@ -65,13 +65,12 @@ inline float multiply_near(int64_t rounds, double& count) {
 #elif defined(__ARM_FEATURE_BF16_VECTOR_ARITHMETIC)
     return add_near<vf>(rounds, 32, count, [](vf sum, vf x) { return (vf)vbfmmlaq_f32((float32x4_t)sum, (bfloat16x8_t)x, (bfloat16x8_t)x); });
 #elif defined(__AVX2__) && !defined(__AVX512F__)
-    if constexpr (kHasTwoWays)
-        if (adds_at_once())
-            return add_near<vi>(rounds, 32, count, [](vi sum, vi x) {
-                Words total = (Words)sum;
-                add_pairs<kHasTwoWays>(total, (Words)x, (Words)x);
-                return (vi)total;
-            });
+    if (adds_at_once())
+        return add_near<vi>(rounds, 32, count, [](vi sum, vi x) {
+            Words total = (Words)sum;
+            add_pairs<kHasTwoWays>(total, (Words)x, (Words)x);
+            return (vi)total;
+        });
     return add_near<vi>(rounds, 32, count, [](vi sum, vi x) {  // pairs of integers (linear_pairs.h)
         vi product;
         asm volatile("vpmaddwd %1, %1, %0" : "=x"(product) : "x"(x));  // each time, or one would do for all

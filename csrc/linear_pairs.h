@@ -175,6 +175,23 @@ inline void fill_panel(const LinearArgs& a, int64_t panel, int groups, int zero,
     }
 }
 
+// AVX-VNNI, which most CPUs of laptops have that lack AVX-512, multiplies and adds in one instruction. It is worth no level of its own: only the
+// product of many rows is bound by that. QUIRE_VNNI is 0 for tests, as bits are the same.
+#if defined(QUIRE_CAN_VNNI)
+constexpr bool kHasTwoWays = true;
+inline bool adds_at_once() {
+    static const bool has = [] {
+        const char* told = std::getenv("QUIRE_VNNI");
+        unsigned a, b, c, d;
+        return !(told && *told == '0') && __get_cpuid_count(7, 1, &a, &b, &c, &d) && (a >> 4 & 1);
+    }();
+    return has;
+}
+#else
+constexpr bool kHasTwoWays = false;
+inline bool adds_at_once() { return false; }
+#endif
+
 // Vectors of words, and of bytes made words, of a block's rows: of both halves, that lie so far apart, or of one.
 #if defined(__AVX512VNNI__)
 using Words = __m512i;
@@ -192,8 +209,6 @@ QUIRE_INLINE Words right(Words words, int bits) { return _mm512_srli_epi16(words
 QUIRE_INLINE Words left(Words words, int bits) { return _mm512_slli_epi16(words, bits); }
 QUIRE_INLINE Words all_words(int word) { return _mm512_set1_epi16(short(word)); }
 QUIRE_INLINE Words look_up(__m128i table, Words words) { return _mm512_shuffle_epi8(_mm512_broadcast_i32x4(table), words); }
-constexpr bool kHasTwoWays = false;
-inline bool adds_at_once() { return false; }
 // In this register: left to GCC, sums move about, and through memory. Likewise below, and in this order: all products would come before all sums.
 template <bool>
 QUIRE_INLINE void add_pairs(Words& sum, Words weights, Words x) { asm("vpdpwssd %2, %1, %0" : "+v"(sum) : "v"(weights), "v"(x)); }
@@ -209,22 +224,6 @@ QUIRE_INLINE Words right(Words words, int bits) { return _mm256_srli_epi16(words
 QUIRE_INLINE Words left(Words words, int bits) { return _mm256_slli_epi16(words, bits); }
 QUIRE_INLINE Words all_words(int word) { return _mm256_set1_epi16(short(word)); }
 QUIRE_INLINE Words look_up(__m128i table, Words words) { return _mm256_shuffle_epi8(_mm256_broadcastsi128_si256(table), words); }
-// AVX-VNNI, which most CPUs of laptops have that lack AVX-512, multiplies and adds in one instruction. It is worth no level of its own: only the
-// product of many rows is bound by that. QUIRE_VNNI is 0 for tests, as bits are the same.
-#if defined(QUIRE_CAN_VNNI)
-constexpr bool kHasTwoWays = true;
-inline bool adds_at_once() {
-    static const bool has = [] {
-        const char* told = std::getenv("QUIRE_VNNI");
-        unsigned a, b, c, d;
-        return !(told && *told == '0') && __get_cpuid_count(7, 1, &a, &b, &c, &d) && (a >> 4 & 1);
-    }();
-    return has;
-}
-#else
-constexpr bool kHasTwoWays = false;
-inline bool adds_at_once() { return false; }
-#endif
 template <bool kAtOnce>
 QUIRE_INLINE void add_pairs(Words& sum, Words weights, Words x) {
     if constexpr (kAtOnce) {
@@ -502,7 +501,7 @@ inline void multiply_pair(const LinearArgs& a, BlockPair pair, BlockPair next, c
                 PanelFetch fetch{{}, fetched < kFetched ? step : 0};
                 for (int b = 0; b < kPanelBlocks; b++) fetch.blocks[b] = w.tile(i + b ? then.second : then.first, is_last ? 0 : last) + fetched;
                 with_rows<kPairedRows>(group.count, [&](auto num) {
-                    const auto rows = kHasTwoWays && adds_at_once() ? panel_rows<Tile, num, kHasTwoWays> : panel_rows<Tile, num, false>;
+                    const auto rows = adds_at_once() ? panel_rows<Tile, num, kHasTwoWays> : panel_rows<Tile, num, false>;
                     rows(panels[i], vectors[i], last - t, x.columns(panel, t), x.unit(panel, t), fetch, i ? second : first);
                 });
             }
