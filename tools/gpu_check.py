@@ -23,7 +23,8 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
-from gpu_sections import CHECKS, ROOT, SECTIONS, Result, lengths_of_chats, shortest
+from gpu_measures import Result
+from gpu_sections import CHECKS, ROOT, SECTIONS, lengths_of_chats, shortest
 
 SECONDS = 540
 MARK = "RESULT "

@@ -369,16 +369,20 @@ def shortest(lengths: Sequence[tuple[int, int]], read: float, multiplied: float)
     return found
 
 
+def eight_layers(**options: Any) -> Any:
+    """An engine of as many layers of the 8B shape."""
+    return engine("llama-3-8b, 8 layers", max_num_seqs=8, max_num_batched_tokens=2048, **options)
+
+
 def token_ms(**options: Any) -> float:
     """Milliseconds of a token of 8 layers of the 8B shape at batch 1."""
     release()
-    llm = engine("llama-3-8b, 8 layers", max_num_seqs=8, max_num_batched_tokens=2048, **options)
-    return step_seconds(llm, 128, 128, rounds=2) * 1e3
+    return step_seconds(eight_layers(**options), 128, 128, rounds=2) * 1e3
 
 
 def token(seconds: float) -> Iterator[Result]:
     """Where the time of a token goes, of 8 layers of the 8B shape at batch 1: what each kernel adds to a step."""
-    llm = engine("llama-3-8b, 8 layers", max_num_seqs=8, max_num_batched_tokens=2048)
+    llm = eight_layers()
     run(llm, [(128, 8)])  # captures the graph
     yield {"rows": own_times(trace(lambda: run(llm, [(128, 48)])), "_embedding")}
 

@@ -306,8 +306,9 @@ for type in (*MADE, *KEPT):
         x = draw(70, columns, dtype=torch.bfloat16)
         x[0] *= 1e-38
         x[2, 5:7], x[3, 5] = torch.tensor([float("inf"), 3e38]), float("nan")
-        matrix = made(draw(48, columns, seed=1), type) if type in MADE else None
-        if matrix is None:
+        if type in MADE:
+            matrix = made(draw(48, columns, seed=1), type)
+        else:
             matrix = matrix_of(blocks_of(type, 48, columns), type, columns, paired=True)
         for rows in (8, 9, 13, 70):
             bits = Product(matrix, torch.bfloat16)(x[:rows]).view(torch.int16)
