@@ -247,7 +247,7 @@ inline void int_tile(const uint8_t* weights, int64_t num_tiles, const int8_t* x,
 #endif
 }
 
-// Of each block of the pair that comes next so many bytes with every tile, to fetch into L2 meanwhile.
+// Of each block of the pair that comes next so many bytes with every tile, to fetch meanwhile.
 struct PairFetch {
     const uint8_t* blocks[2];
     int64_t step;
@@ -263,7 +263,7 @@ inline void int_pair(const uint8_t* const (&weights)[2], int64_t num_tiles, cons
     for (int m = 0; m < kRows; m++) acc[0][m] = acc[1][m] = _mm512_setzero_si512();
     for (int64_t t = 0; t < num_tiles; t++, first += 512, second += 512, x += 8 * kRows * 4) {
         for (int64_t i = 0; i < fetch.step; i += 64)
-            for (const uint8_t* block : fetch.blocks) _mm_prefetch(reinterpret_cast<const char*>(block + i), _MM_HINT_T1);
+            for (const uint8_t* block : fetch.blocks) fetch_soon(block + i);
         for (const uint8_t*& block : fetch.blocks) block += fetch.step;
 #pragma GCC unroll 8
         for (int q = 0; q < 8; q++) {

@@ -429,14 +429,14 @@ QUIRE_ONE_COPY void expand_panel(const uint8_t* from, int64_t begin, int64_t end
     }
 }
 
-// What comes next of each block, to fetch into L2 meanwhile, so many bytes with every tile.
+// What comes next of each block, to fetch meanwhile, so many bytes with every tile.
 struct PanelFetch {
     const uint8_t* blocks[kPanelBlocks];
     int64_t step;
 
     QUIRE_ALWAYS void next() {
         for (int64_t i = 0; i < step; i += 64)
-            for (const uint8_t* block : blocks) _mm_prefetch(reinterpret_cast<const char*>(block + i), _MM_HINT_T1);
+            for (const uint8_t* block : blocks) fetch_soon(block + i);
         for (const uint8_t*& block : blocks) block += step;
     }
 };
