@@ -34,6 +34,12 @@ def broken(field: str, value: object, rule: str) -> InvalidRequestError:
     return InvalidRequestError(f"{field} must be {rule}; it is {shown}.", field.partition(".")[0])
 
 
+def require(holds: bool, field: str, value: object, rule: str) -> None:
+    """Refuse a field's value, as `broken` words it, unless the rule holds."""
+    if not holds:
+        raise broken(field, value, rule)
+
+
 class NotYetSupportedError(QuireError, ValueError):
     """A feature that the API names but this version does not have yet."""
 

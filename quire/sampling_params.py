@@ -14,7 +14,7 @@ from typing import Annotated, Any, NamedTuple, get_args, get_type_hints
 
 import msgspec
 
-from quire.errors import InvalidRequestError, broken
+from quire.errors import InvalidRequestError, broken, require
 from quire.structured_outputs import CONSTRAINTS
 from quire.structured_outputs import GuidedDecodingParams as GuidedDecodingParams
 from quire.structured_outputs import StructuredOutputsParams as StructuredOutputsParams
@@ -167,10 +167,8 @@ class SamplingParams(msgspec.Struct, metaclass=_TakesGuided, omit_defaults=True,
             self.logit_bias = _logit_bias(self.logit_bias)
         if self.structured_outputs is not None or self.guided_decoding is not None:
             self._check_structure()
-        if not isinstance(self.output_kind, RequestOutputKind):
-            raise broken("output_kind", self.output_kind, "a RequestOutputKind")
-        if not isinstance(self.extra_args, dict | None):
-            raise broken("extra_args", self.extra_args, "a dict or None")
+        require(isinstance(self.output_kind, RequestOutputKind), "output_kind", self.output_kind, "a RequestOutputKind")
+        require(isinstance(self.extra_args, dict | None), "extra_args", self.extra_args, "a dict or None")
         self._check_beams()
         self._normalise()
         self._check_together()
@@ -234,8 +232,7 @@ class SamplingParams(msgspec.Struct, metaclass=_TakesGuided, omit_defaults=True,
         if self.logits_processors is not None:
             self.logits_processors = processors = items("logits_processors", self.logits_processors, "callables")
             for processor in processors:
-                if not callable(processor):
-                    raise broken("logits_processors", processor, "a list of callables")
+                require(callable(processor), "logits_processors", processor, "a list of callables")
 
     def _check_structure(self) -> None:
         if self.structured_outputs is not None and self.guided_decoding is not None:
@@ -251,8 +248,7 @@ class SamplingParams(msgspec.Struct, metaclass=_TakesGuided, omit_defaults=True,
 
     def _check_beams(self) -> None:
         early, length = self.early_stopping, self.length_penalty
-        if early != "never" and type(early) is not bool:
-            raise broken("early_stopping", early, 'True, False or "never"')
+        require(early == "never" or type(early) is bool, "early_stopping", early, 'True, False or "never"')
         if not self.use_beam_search:
             for field, value, default in (("length_penalty", length, 1.0), ("early_stopping", early, False)):
                 if value != default:

@@ -16,7 +16,7 @@ import msgspec
 from quire.config.engine_args import EngineConfig
 from quire.engine.adapters import AdapterBook
 from quire.engine.terms import NO_TERMS, check_terms
-from quire.errors import InvalidRequestError, broken
+from quire.errors import InvalidRequestError, broken, require
 from quire.inputs import PreparedPrompt, PromptType, bad_prompt, prompt_too_long
 from quire.protocol.requests import NewRequest, PoolingTask, SamplingTask, Terms
 from quire.sampling_params import SamplingParams
@@ -113,8 +113,7 @@ class InputProcessor:
         Raises:
             InvalidRequestError: a bad request id, or bad terms; or as `prepare` does.
         """
-        if not isinstance(request_id, str) or not request_id:
-            raise broken("request_id", request_id, "a non-empty string")
+        require(isinstance(request_id, str) and request_id != "", "request_id", request_id, "a non-empty string")
         check_terms(terms, self.policy)
         if not isinstance(prompt, PreparedPrompt):
             prompt = self.prepare(prompt, params)  # type: ignore[arg-type]  (None is refused there)
@@ -216,8 +215,7 @@ def _read_prompt(prompt: Any) -> tuple[Any, Any, str | None]:
             known = "'prompt' or 'prompt_token_ids', and may have 'cache_salt'"
             raise bad_prompt(f"unknown prompt entry {sorted(unknown)[0]!r}; a prompt dict has {known}.")
         cache_salt = prompt.get("cache_salt")
-        if cache_salt is not None and not (isinstance(cache_salt, str) and cache_salt):
-            raise broken("cache_salt", cache_salt, "a non-empty string")
+        require(isinstance(cache_salt, str | None) and cache_salt != "", "cache_salt", cache_salt, "a non-empty string")
         return prompt.get("prompt"), prompt.get("prompt_token_ids"), cache_salt
     if isinstance(prompt, Iterable) and not isinstance(prompt, str | bytes | bytearray | memoryview):
         return None, prompt, None

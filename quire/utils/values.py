@@ -7,7 +7,7 @@ import os
 from collections.abc import Iterable, Mapping
 from typing import Any, TypeVar
 
-from quire.errors import broken
+from quire.errors import broken, require
 
 Number = TypeVar("Number", int, float)
 
@@ -53,8 +53,7 @@ def strings(field: str, value: Any) -> list[str]:
     """The items of a list of texts, of which none is empty."""
     found = items(field, value, "strings")
     for string in found:
-        if not isinstance(string, str) or not string:
-            raise broken(field, string, "a list of non-empty strings")
+        require(isinstance(string, str) and string != "", field, string, "a list of non-empty strings")
     return found
 
 
