@@ -102,7 +102,8 @@ class Reader:
         """Characters at the end of a text that was cut which are no text; `begun`: those that may begin a mark."""
         if self._lost:
             return len(self._text) - self._at
-        return begun if self._cut and (begun >= _SURE or self._after_call) else 0
+        sure = begun >= _SURE or self._after_call or self.offer.choice == "required"
+        return begun if self._cut and sure else 0
 
     def hold_spaces(self, spaces: str) -> None:
         """Have these, in place of those that were held back, come before the next text."""

@@ -529,6 +529,7 @@ def test_a_call_that_is_cut_off() -> None:
     assert cut("\n<tool_call") == []
     assert cut('I look.\n<tool_call>\n{"name": "find_fe') == ["I look."]
     assert cut("a <to") == ["a <to"]
+    assert cut("<t", Offer((TIDE,), "required")) == cut("<t", Offer((TIDE,), "required", "tide")) == []
     assert cut("a <tool 4") == ["a <tool 4"]
     assert cut('<tool_call>{"name": "tide", "arguments": {"when"') == [("tide", '{"when"')]
     assert cut('<tool_call>{"name": "tide", "arguments": {}}</tool_') == [("tide", {})]
