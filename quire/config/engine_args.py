@@ -18,7 +18,7 @@ from quire.config.options import check_options, option, option_of, read_options
 from quire.config.quantized import KeptMethod, MadeMethod, check_method
 from quire.config.scheduler import POLICY_OPTIONS, PolicyOptions, SchedulerConfig
 from quire.config.speculative import CACHED_METHODS, EAGLE_METHODS, HEAD_METHODS, SpeculativeConfig, check_draft_model
-from quire.errors import ConfigError, InvalidRequestError, NotYetSupportedError
+from quire.errors import ConfigError, InvalidRequestError, ModelLoadError, NotYetSupportedError
 from quire.sampling_params import GENERATION_KEYS, SamplingParams
 from quire.utils.hub import HEAD_PATTERNS, resolve_model_path
 from quire.utils.values import decimal
@@ -207,8 +207,7 @@ class EngineArgs:
 
     def partition(self, num_layers: int) -> tuple[int, ...]:
         """Layers of each stage of a model with so many (ConfigError where they can't be shared so)."""
-        stages = self.pipeline_parallel_size
-        if stages > num_layers:
+        if (stages := self.pipeline_parallel_size) > num_layers:
             raise ConfigError(f"pipeline_parallel_size={stages} exceeds the model's {num_layers} layers; lower it.")
         if self.pp_partition is None:
             return tuple((num_layers + stages - 1 - stage) // stages for stage in range(stages))
@@ -252,9 +251,7 @@ class EngineArgs:
         generation = model.generation_defaults if self.generation_config == "auto" else {}
         model = dataclasses.replace(model, generation_defaults=generation | self._generation_overrides())
         quantization = check_method(self.quantization, model.hf_config, model.model, self.device == "cuda")
-        budget = self.max_num_batched_tokens
-        if budget is None:
-            budget = 2048 if self.enable_chunked_prefill else max(2048, model.max_model_len)
+        budget = 2048 if self.enable_chunked_prefill else max(2048, model.max_model_len)
         speculative = self._speculative()
         self.partition(model.num_layers)
         if (ranks := self.tensor_parallel_size) > model.num_heads:
@@ -267,7 +264,7 @@ class EngineArgs:
             model=model,
             quantization=quantization,
             scheduler=SchedulerConfig(
-                max_num_batched_tokens=budget,
+                max_num_batched_tokens=self.max_num_batched_tokens or budget,
                 max_num_seqs=self.max_num_seqs,
                 max_model_len=model.max_model_len,
                 policy=self.scheduling_policy,
@@ -291,16 +288,19 @@ class EngineArgs:
             return None
         if (name := (read := SpeculativeConfig.read(given)).model) is None:
             return read
-        config = {} if (path := self._heads(read, ("config.json",))).is_file() else read_json(path, "config.json", name)
+        try:
+            path = self._heads(read, ("config.json",))
+            config = {} if path.is_file() else read_json(path, "config.json", name)
+        except ModelLoadError as error:
+            raise ModelLoadError(f"speculative_config: {error}") from None
         return SpeculativeConfig.read({**given, "method": drafting_method(given.get("method"), config, name)})
 
     def _draft_model(self, speculative: SpeculativeConfig, model: ModelConfig) -> ModelConfig:
         """The configuration of the model, or the head, that drafts, held against that of the model it drafts for."""
         if speculative.method in EAGLE_METHODS:
             return self._eagle_head(speculative, model)
-        files: Any = {"load_format": self.load_format, "download_dir": self.download_dir}
-        name, revision = speculative.model or "", speculative.revision
-        draft = ModelConfig.from_pretrained(name, dtype=model.dtype, revision=revision, **files)
+        files: Any = {"dtype": model.dtype, "revision": speculative.revision, "download_dir": self.download_dir}
+        draft = ModelConfig.from_pretrained(speculative.model or "", load_format=self.load_format, **files)
         check_draft_model(draft, model)
         return draft
 

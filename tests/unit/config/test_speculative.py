@@ -162,7 +162,7 @@ def test_options_are_held_against_the_method_that_was_found() -> None:
         EngineArgs(speculative_config={"model": "demo-medusa", "prompt_lookup_max": 3}).resolve()
     with pytest.raises(ConfigError, match="speculative_config: model must be a text, got 3"):
         EngineArgs(speculative_config={"model": 3})
-    with pytest.raises(QuireError, match="/no/such/heads"):
+    with pytest.raises(QuireError, match="^speculative_config: Model directory '/no/such/heads' does not exist"):
         EngineArgs(speculative_config={"model": "/no/such/heads"}).resolve()
     config = EngineArgs(speculative_config={"method": "ngram", "model": None}).resolve().speculative
     assert config == SpeculativeConfig.read({"method": "ngram"})
@@ -211,5 +211,5 @@ def test_draft_models_are_held_against_the_model(tmp_path: Path) -> None:
 
 def test_a_draft_model_that_is_not_there_is_named() -> None:
     args = EngineArgs(speculative_config={"method": "draft_model", "model": "/no/such/model"})
-    with pytest.raises(QuireError, match="/no/such/model"):
+    with pytest.raises(QuireError, match="^speculative_config: Model directory '/no/such/model' does not exist"):
         args.resolve()
