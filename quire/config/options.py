@@ -82,6 +82,7 @@ def check_options(options: Any) -> None:
     """
     for field in dataclasses.fields(options):
         facts, value = field.metadata, plain(getattr(options, field.name))
+        name = "/".join((field.name, *facts.get("aliases", ())))  # which of them was given, nobody knows
         vars(options)[field.name] = value = None if type(value) is int and value == facts.get("unset") else value
         kind, optional = split_optional(_hints(type(options))[field.name])
         if value is None and optional:
@@ -90,16 +91,16 @@ def check_options(options: Any) -> None:
         if choices := choices_of(_hints(type(options))[field.name]):
             if isinstance(value, bool) or not isinstance(value, str | int) or value not in choices:
                 shown = ", ".join(repr(choice) for choice in choices)
-                raise ConfigError(f"{field.name} must be one of {shown}, got {value!r}.")
+                raise ConfigError(f"{name} must be one of {shown}, got {value!r}.")
         elif (form := typing.get_origin(kind) or kind) in _FORMS:
             if not isinstance(value, form):
-                raise ConfigError(f"{field.name} must be {_FORMS[form]}, got {got}.")
+                raise ConfigError(f"{name} must be {_FORMS[form]}, got {got}.")
             if isinstance(value, str) and "\0" in value:
-                raise ConfigError(f"{field.name} has a NUL character, which no name and no file has: {got}.")
+                raise ConfigError(f"{name} has a NUL character, which no name and no file has: {got}.")
             if facts.get("expands") and os.path.expanduser(str(value)).startswith("~"):
                 raise ConfigError(f"{field.name}: {value!r} is in a home that nobody has; give the whole path.")
         elif kind in (int, float):
-            check_number(field.name, value, kind, facts["least"], facts["most"], facts["over"])
+            check_number(name, value, kind, facts["least"], facts["most"], facts["over"])
 
 
 def check_number(
@@ -109,13 +110,12 @@ def check_number(
     fits = not isinstance(value, bool) and isinstance(value, int if kind is int else int | float)
     if fits and least <= value <= most and (over is None or value > over):
         return
-    parts = ["an integer" if kind is int else "a number"]
     lowest = f"over {over:g}" if over is not None else f"at least {least:g}" if least > -UNLIMITED else ""
-    if most < UNLIMITED and over is None and lowest:
-        parts.append(f"from {least:g} to {most:g}")
-    else:
-        parts += [lowest] * bool(lowest) + [f"at most {most:g}"] * (most < UNLIMITED)
-    raise ConfigError(f"{name} must be {', '.join(parts)}, got {value!r}.")
+    bounds = [lowest] * bool(lowest) + [f"at most {most:g}"] * (most < UNLIMITED)
+    if len(bounds) == 2 and over is None:
+        bounds = [f"from {least:g} to {most:g}"]
+    what = "an integer" if kind is int else "a number"
+    raise ConfigError(f"{name} must be {', '.join([what, *bounds])}, got {value!r}.")
 
 
 @cache

@@ -124,6 +124,8 @@ def test_options_of_vllm_that_are_not_there_are_named() -> None:
 def test_other_names_of_vllm() -> None:
     assert engine_args(num_gpu_blocks_override=4) == EngineArgs(num_kv_blocks=4)
     assert engine_args(kv_cache_memory_bytes=1 << 20) == EngineArgs(kv_cache_memory=1 << 20)
+    with pytest.raises(ConfigError, match="^num_kv_blocks/num_gpu_blocks_override must be .* at least 1, got 0"):
+        engine_args(num_gpu_blocks_override=0)
     with pytest.raises(ConfigError, match="num_gpu_blocks_override and num_kv_blocks are two names of one option"):
         engine_args(num_gpu_blocks_override=4, num_kv_blocks=4)
     with pytest.raises(ConfigError, match="stream_interval must be an integer, at least 1, got 0"):

@@ -277,7 +277,7 @@ def test_no_prompt_is_refused_before_any_model_is_loaded(
         (
             ["--gpu-memory-utilization", "2"],
             2,
-            "error: gpu_memory_utilization must be a number, over 0, at most 1, got",
+            "error: gpu_memory_utilization/device_memory_utilization must be a number, over 0, at most 1, got",
         ),
         (["--temperature", "3"], 2, "error: temperature must be a number in [0, 2]; it is 3.0.\n"),
         (["--n", "0"], 2, "error: n must be an integer in [1, 16384]; it is 0.\n"),

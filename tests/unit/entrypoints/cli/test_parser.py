@@ -60,7 +60,7 @@ def test_auto_is_for_numbers_that_need_not_be_given(capsys: pytest.CaptureFixtur
     assert engine_args(max_model_len=np.int64(-1)) == EngineArgs(max_model_len=-1) == EngineArgs()
     with pytest.raises(ConfigError, match="^max_model_len must be an integer, at least 1, got -2.$"):
         parse("--max-model-len", "-2")
-    with pytest.raises(ConfigError, match="^num_kv_blocks must be an integer, at least 1, got -1.$"):
+    with pytest.raises(ConfigError, match="^num_kv_blocks/num_gpu.* must be an integer, at least 1, got -1.$"):
         parse("--num-kv-blocks", "-1")
     with pytest.raises(SystemExit):
         parse("--block-size", "auto")
