@@ -10,7 +10,7 @@ from typing import Any, Protocol
 
 import msgspec
 
-from quire.errors import InvalidRequestError
+from quire.errors import InvalidRequestError, require
 from quire.text.renderer import Job
 
 
@@ -46,8 +46,7 @@ class Conversation(msgspec.Struct, frozen=True, kw_only=True):
         """
         template = select_template(tokenizer, self.chat_template, self.tools)
         options = msgspec.structs.asdict(self)
-        messages = options.pop("messages")
-        del options["chat_template"]
+        messages, _ = options.pop("messages"), options.pop("chat_template")
         try:
             return msgspec.msgpack.encode(Job(template, tokenizer.special_tokens_map, messages, options))
         except Exception:  # types of client libraries, or no JSON at all: a slower look finds out
@@ -75,6 +74,7 @@ def select_template(
     Raises:
         InvalidRequestError: there is none.
     """
+    require(isinstance(chat_template, str | None), "chat_template", chat_template, "Jinja text, or a template's name")
     own = tokenizer.chat_template
     if own and isinstance(own, dict) and (chat_template is None or chat_template in own):
         name = chat_template or ("tool_use" if tools is not None and "tool_use" in own else "default")

@@ -15,12 +15,13 @@ from typing import Any
 
 import jinja2
 
-from quire.errors import InvalidRequestError
+from quire.errors import InvalidRequestError, require
 from quire.text.conversation import to_plain
 from quire.text.sandbox import Sandbox
 
 MAX_TEMPLATE_CHARS = 1 << 20
 _CONTINUE, _VARIABLES = "continue_final_message", "chat_template_kwargs"
+_FORMATS = ("auto", "string", "openai")  # of content, as templates have it
 _REASONING_FIELDS = ("reasoning_content", "thinking", "reasoning")
 _TEXT_PARTS = {"text": "text", "input_text": "text", "output_text": "text", "refusal": "refusal"}  # -> its field
 _MEDIA_PARTS = ("image", "audio", "video", "file")
@@ -169,6 +170,7 @@ def _bad_messages(reason: str) -> InvalidRequestError:
 
 
 def _read_variables(values: Mapping[str, Any] | None) -> dict[str, Any]:
+    require(isinstance(values, Mapping | None), _VARIABLES, values, "a dict of variables for the chat template")
     for name in values or {}:
         if not isinstance(name, str) or name in RESERVED_NAMES:
             raise _refusal(_VARIABLES, f"can't set {name!r}; pass it as an argument of its own, if there is one.")
@@ -185,6 +187,7 @@ def _read_objects(values: Sequence[Any] | None, name: str) -> list[Any] | None:
 def _read_messages(messages: Any, template: jinja2.Template, content_format: str) -> list[dict[str, Any]]:
     if not isinstance(messages, list | tuple) or not messages:
         raise _bad_messages("messages must be a list of at least one dict with role and content.")
+    require(content_format in _FORMATS, "chat_template_content_format", content_format, f"one of {_FORMATS}")
     form = content_format if content_format != "auto" else "parts" if iterates_content(template) else "string"
     return [_read_message(message, f"messages[{i}]", form) for i, message in enumerate(messages)]
 

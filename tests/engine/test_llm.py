@@ -162,6 +162,10 @@ def test_chat(llm: LLM) -> None:
             InvalidRequestError, match=r"messages(\[1\] \(of 2\))?(: messages)? must be a list of at least one"
         ):
             llm.chat(wrong, params)  # type: ignore[arg-type]
+    for name in ("chat_template", "chat_template_kwargs", "chat_template_content_format"):
+        with pytest.raises(InvalidRequestError, match=f"^{name} must be .*; it is 5.$") as caught:
+            llm.chat(conversation, params, use_tqdm=False, **{name: 5})  # type: ignore[arg-type]
+        assert caught.value.param == name
 
 
 @pytest.mark.parametrize(

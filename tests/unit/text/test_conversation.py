@@ -47,6 +47,14 @@ def test_which_template() -> None:
         assert caught.value.param == "chat_template"
 
 
+@pytest.mark.parametrize("given", [5, True, b"x", ["default"], {}])
+@pytest.mark.parametrize("own", [None, "own", {"default": "own"}])
+def test_a_template_is_text(own: Any, given: Any) -> None:
+    with pytest.raises(InvalidRequestError, match="^chat_template must be Jinja text, or a template's name") as caught:
+        select_template(owner(own), given)
+    assert caught.value.param == "chat_template"
+
+
 def test_a_tokenizer_renders() -> None:
     tokenizer = load_tokenizer(FIXTURES / "unigram")
     asked = Conversation(messages=[USER], chat_template="rag", documents=[{"a": 1}])

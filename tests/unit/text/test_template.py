@@ -183,6 +183,20 @@ def test_bad_tools_and_documents() -> None:
     assert refused(PLAIN, [USER], documents=["text"]).param == "documents"
 
 
+@pytest.mark.parametrize("given", [5, "", "x", [], [("x", 1)]])
+def test_variables_that_are_no_dict(given: Any) -> None:
+    error = refused(PLAIN, [USER], chat_template_kwargs=given)
+    assert str(error).startswith("chat_template_kwargs must be a dict of variables for the chat template; it is ")
+    assert error.param == "chat_template_kwargs"
+
+
+@pytest.mark.parametrize("given", [None, "", "parts", 5, []])
+def test_a_form_of_content_that_there_is_not(given: Any) -> None:
+    error = refused(PLAIN, [USER], content_format=given)
+    assert str(error).startswith("chat_template_content_format must be one of ('auto', 'string', 'openai'); it is ")
+    assert error.param == "chat_template_content_format"
+
+
 @pytest.mark.parametrize("name", sorted(RESERVED_NAMES))
 def test_reserved_names(name: str) -> None:
     error = refused(PLAIN, [USER], chat_template_kwargs={name: "x"})
