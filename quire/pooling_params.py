@@ -8,7 +8,7 @@ import math
 
 import msgspec
 
-from quire.errors import InvalidRequestError, NotYetSupportedError, RequestFailedError
+from quire.errors import InvalidRequestError, NotYetSupportedError, RequestFailedError, require
 from quire.outputs import RequestOutput
 from quire.sampling_params import SamplingParams
 from quire.utils.keywords import NamesUnknownKeywords
@@ -31,8 +31,10 @@ class PoolingParams(msgspec.Struct, metaclass=NamesUnknownKeywords):
     def __post_init__(self) -> None:
         if self.task not in (None, "embed"):
             raise NotYetSupportedError(f"task={self.task!r} is not supported: models here generate and embed.")
-        if self.dimensions is not None and not (type(self.dimensions) is int and self.dimensions > 0):
-            raise InvalidRequestError(f"dimensions must be at least 1, got {self.dimensions!r}.", "dimensions")
+        for name in ("normalize", "use_activation"):
+            require(isinstance(getattr(self, name), bool | None), name, getattr(self, name), "True, False or None")
+        fits = self.dimensions is None or (type(self.dimensions) is int and self.dimensions > 0)
+        require(fits, "dimensions", self.dimensions, "an integer of at least 1, or None")
 
     def clone(self) -> "PoolingParams":
         """A copy."""

@@ -274,8 +274,7 @@ class SamplingParams(msgspec.Struct, metaclass=_TakesGuided, omit_defaults=True,
             self.temperature = MIN_TEMPERATURE
 
     def _check_together(self) -> None:
-        if self.best_of is not None and self.best_of < self.n:
-            raise broken("best_of", self.best_of, f"at least n = {self.n}")
+        require(self.best_of is None or self.best_of >= self.n, "best_of", self.best_of, f"at least n = {self.n}")
         num_drawn = self.best_of or self.n
         if num_drawn > 1 and self.temperature == 0.0 and not self.use_beam_search:
             field = "n" if self.n > 1 else "best_of"

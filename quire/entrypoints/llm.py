@@ -6,7 +6,7 @@ of prompts, parameters and terms, which `Batches` has an `LLMEngine` run; it hol
 
 import itertools
 import os
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any, Literal
@@ -19,7 +19,7 @@ from quire.entrypoints.as_vllm import LLMEngine, Metrics
 from quire.entrypoints.batches import Batches, of_prompt
 from quire.entrypoints.not_yet import engine_args
 from quire.entrypoints.vllm_names import lacking
-from quire.errors import InvalidRequestError, NotYetSupportedError, RequestFailedError
+from quire.errors import InvalidRequestError, NotYetSupportedError, RequestFailedError, broken, require
 from quire.executor.inprocess import InProcessExecutor
 from quire.inputs import PromptType
 from quire.lora.request import LoRARequest, PromptAdapterRequest
@@ -38,7 +38,9 @@ from quire.protocol.requests import Terms
 from quire.sampling_params import BeamSearchParams, SamplingParams
 from quire.text.conversation import Conversation, select_template
 from quire.text.tokenizer import Tokenizer
+from quire.utils.values import number
 
+_OF_TOKENIZER = ("add_special_tokens", "truncation", "max_length", "truncation_side", "padding", "split_special_tokens")
 ChatMessage = dict[str, Any]
 ParamsType = SamplingParams | Sequence[SamplingParams]
 PromptAdapters = PromptAdapterRequest | Sequence[PromptAdapterRequest | None] | None
@@ -204,15 +206,13 @@ class LLM:
             InvalidRequestError: a prompt or a parameter breaks a rule, the beams can never run at once, or the
                 parameters leave too few tokens to choose from.
         """
-        if not isinstance(params, BeamSearchParams):
-            raise InvalidRequestError(f"params must be BeamSearchParams, got {type(params).__name__}.", "params")
+        require(isinstance(params, BeamSearchParams), "params", params, "BeamSearchParams")
         many = _as_list(prompts)
-        size = len(many) if concurrency_limit is None else concurrency_limit
-        if size < 1 and many:
-            raise InvalidRequestError(f"concurrency_limit must be at least 1, got {size}.", "concurrency_limit")
+        size = max(1, len(many)) if concurrency_limit is None else number(concurrency_limit, int) or 0
+        require(size > 0, "concurrency_limit", concurrency_limit, "an integer of at least 1, or None")
         one, terms = params.sampling_params(), self._terms_for(len(many), lora_request)
         outputs: list[RequestOutput] = []
-        for start in range(0, len(many), max(1, size)):
+        for start in range(0, len(many), size):
             part, served = many[start : start + size], terms[start : start + size]
             outputs += self._batches.run(part, [one] * len(part), served, use_tqdm=use_tqdm)
         return [self._beams_of(output, params) for output in outputs]
@@ -256,8 +256,7 @@ class LLM:
         many = self._tokenized(_as_list(prompts), tokenization_kwargs, truncation_side="right")
         given = PoolingParams() if pooling_params is None else pooling_params
         each = _one_each(given, len(many), "pooling params", "pooling_params")
-        if not all(isinstance(one, PoolingParams) for one in each):
-            raise InvalidRequestError(f"pooling_params must be PoolingParams, one or a list; got {each!r:.80}.")
+        require(all(isinstance(one, PoolingParams) for one in each), "pooling_params", each, "PoolingParams, or a list")
         asked = [one.sampling_params(self.model_config.hidden_size) for one in each]
         terms = self._terms_for(len(many), lora_request)
         outputs = self._batches.run(many, asked, terms, use_tqdm=use_tqdm, pools=True)
@@ -356,13 +355,17 @@ class LLM:
                 name, which go through a file of the temporary directory. On other machines only a directory will do.
 
         Raises:
+            InvalidRequestError: it is neither.
             RequestFailedError: a tensor is missing, too many, or of another shape or type, or a file is broken.
         """
         if isinstance(weights, str | os.PathLike):
             return self.llm_engine.core.call("update_weights", str(Path(os.path.expanduser(weights)).absolute()))
         folder = TemporaryDirectory(prefix="quire-weights-")
-        tensors = {name: tensor.detach().contiguous().clone() for name, tensor in weights}
-        save_file(tensors, Path(folder.name) / "model.safetensors")
+        try:
+            tensors = {name: tensor.detach().contiguous().clone() for name, tensor in weights}
+            save_file(tensors, Path(folder.name) / "model.safetensors")
+        except (AttributeError, TypeError, ValueError) as error:
+            raise broken("weights", weights, "a checkpoint's directory, or pairs of a name and a tensor") from error
         if done := self.llm_engine.core.call("update_weights", folder.name):
             self._weights = folder  # what it sleeps without is read from there
         return done
@@ -383,8 +386,13 @@ class LLM:
             kwargs: for a function.
 
         Raises:
+            InvalidRequestError: an argument is of another kind.
             RequestFailedError: there is no such method, or it refuses.
         """
+        require(callable(method) or isinstance(method, str), "method", method, "a name, or a function of a worker")
+        require(isinstance(args, list | tuple), "args", args, "a tuple")
+        fits = kwargs in (None, {}) or (isinstance(kwargs, Mapping) and callable(method))
+        require(fits, "kwargs", kwargs, "a dict, for a function")
         if timeout is not None:
             raise NotYetSupportedError("timeout is not supported; leave it None.")
         if isinstance(method, str):
@@ -407,6 +415,8 @@ class LLM:
 
     def _tokenized(self, prompts: list[Any], options: dict[str, Any] | None, **defaults: Any) -> list[PromptType]:
         """Prompts whose texts are token ids, too, where there are options for the tokenizer."""
+        fits = isinstance(options, Mapping | None) and all(name in _OF_TOKENIZER for name in options or ())
+        require(fits, "tokenization_kwargs", options, f"a dict of some of {', '.join(_OF_TOKENIZER)}")
         given = {"max_length": self.model_config.max_model_len - 1, "truncation_side": "left", **defaults}
         for place, prompt in enumerate(prompts if options else ()):
             entries = {"prompt": prompt} if isinstance(prompt, str) else prompt

@@ -13,7 +13,7 @@ import tokenizers
 from tokenizers import decoders, models, normalizers, pre_tokenizers, processors
 
 from quire.config.gguf import read_gguf
-from quire.errors import ConfigError, InvalidRequestError, ModelLoadError, NotYetSupportedError
+from quire.errors import ConfigError, InvalidRequestError, ModelLoadError, NotYetSupportedError, require
 from quire.text.backend import FastBackend, load_sentencepiece, sentencepiece_decoder
 from quire.text.conversation import Conversation
 from quire.text.files import NAMED_TOKENS, TokenizerConfig, read_tokenizer_config
@@ -21,7 +21,9 @@ from quire.text.gguf import QWEN2_SPLIT, read_gguf_tokenizer
 from quire.text.renderer import Renderer
 from quire.text.streams import Backend, StreamFactory, TextStream, clean_up_spaces
 from quire.utils.logs import logger
+from quire.utils.values import number
 
+_TRUNCATIONS = (None, False, True, "longest_first", "only_first", "only_second", "do_not_truncate")
 _OF_CALLS = {"padding", "truncation", "max_length", "return_tensors"}
 _OF_CONVERSATIONS = {"documents", "chat_template", "add_generation_prompt", "continue_final_message"}
 
@@ -131,6 +133,9 @@ class Tokenizer:
             NotYetSupportedError: there is no transformers to answer.
         """
         others["text_pair"], side = text_pair, truncation_side or self.truncation_side
+        require(truncation in _TRUNCATIONS, "truncation", truncation, f"one of {_TRUNCATIONS}")
+        require(side in ("left", "right"), "truncation_side", side, "'left' or 'right'")
+        require(max_length is None or (number(max_length, int) or 0) > 0, "max_length", max_length, "an integer over 0")
         if asked := [name for name, value in others.items() if value not in (None, False, "do_not_pad")]:
             options = {"add_special_tokens": add_special_tokens, "truncation": truncation, "max_length": max_length}
             theirs = self._transformers(asked[0])
@@ -163,6 +168,7 @@ class Tokenizer:
         try:
             return self._backend.encode(text, add_special_tokens)
         except (TypeError, UnicodeEncodeError):
+            require(isinstance(add_special_tokens, bool), "add_special_tokens", add_special_tokens, "True or False")
             if not isinstance(text, str):
                 raise InvalidRequestError(f"the text to encode is a {type(text).__name__}, not a string.") from None
             message = "the text holds a lone surrogate (U+D800 to U+DFFF), which no text can; drop it."

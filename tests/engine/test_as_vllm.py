@@ -240,8 +240,15 @@ def test_options_of_the_tokenizer(llm: LLM) -> None:
     assert prompt({"truncation": True}, " word" * 500) == [ids[0], *tokenizer.encode(" word" * 126, False)]
     assert prompt({"add_special_tokens": False}, {"prompt": text}) == ids[1:]
     assert prompt({"truncation": True, "max_length": 2}, {"prompt_token_ids": [5, 6, 7]}) == [5, 6, 7]
-    with pytest.raises(InvalidRequestError, match="ids must be integers"):
-        prompt({"return_tensors": "pt"})
+    wrong: list[Any] = [5, "x", [5], {"return_tensors": "pt"}, {"nope": 1}, {5: 1}]
+    for options in wrong:
+        with pytest.raises(InvalidRequestError, match=r"^tokenization_kwargs must be a dict of some of add_.*; it is "):
+            prompt(options)
+    values = {"truncation": "nope", "max_length": "x", "truncation_side": "up", "add_special_tokens": 5}
+    for name, value in values.items():
+        with pytest.raises(InvalidRequestError, match=f"^{name} must be .*; it is {value!r}.$") as caught:
+            prompt({name: value})
+        assert caught.value.param == name
     cut: dict[str, Any] = {"truncation": True, "max_length": 4}
     assert llm.embed(text, False, tokenization_kwargs=cut)[0].prompt_token_ids == ids[:4]
     assert llm.encode(text, use_tqdm=False, tokenization_kwargs=cut)[0].prompt_token_ids == ids[:4]

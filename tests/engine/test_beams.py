@@ -202,10 +202,12 @@ def test_beam_search_params_are_refused_by_name(doors: Doors, fields: dict[str, 
 
 
 def test_what_is_no_beam_search_params_is_refused(doors: Doors) -> None:
-    with pytest.raises(InvalidRequestError, match="params must be BeamSearchParams, got SamplingParams"):
+    with pytest.raises(InvalidRequestError, match="^params must be BeamSearchParams; it is SamplingParams"):
         doors.llm.beam_search(PROMPT, SamplingParams())  # type: ignore[arg-type]
-    with pytest.raises(InvalidRequestError, match="concurrency_limit must be at least 1, got 0"):
-        doors.llm.beam_search(PROMPT, BeamSearchParams(2, 4), concurrency_limit=0)
+    wrong: list[Any] = [0, "x", 1.5, True, []]
+    for limit in wrong:
+        with pytest.raises(InvalidRequestError, match="^concurrency_limit must be an integer of at least 1, or None"):
+            doors.llm.beam_search(PROMPT, BeamSearchParams(2, 4), concurrency_limit=limit)
     assert doors.llm.beam_search([], BeamSearchParams(2, 4)) == []
 
 

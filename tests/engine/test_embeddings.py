@@ -74,10 +74,15 @@ def test_refusals() -> None:
     for params in ({"dimensions": 0}, {"dimensions": 257}, {"dimensions": True}):
         with pytest.raises(InvalidRequestError, match="dimensions"):
             llm.embed("a", pooling_params=PoolingParams(**params))
+    for name in ("normalize", "use_activation"):
+        for given in ("x", 1, [], "false"):
+            with pytest.raises(InvalidRequestError, match=f"^{name} must be True, False or None; it is ") as caught:
+                PoolingParams(**{name: given})
+            assert caught.value.param == name
     with pytest.raises(InvalidRequestError, match="2 pooling params for 1 prompts"):
         llm.embed("a", pooling_params=[PoolingParams()] * 2)
     for wrong in (5, SamplingParams(), [SamplingParams()]):
-        with pytest.raises(InvalidRequestError, match=r"^pooling_params must be PoolingParams, .*; got \[(5|Sampling)"):
+        with pytest.raises(InvalidRequestError, match=r"^pooling_params must be PoolingParams, .*; it is \[(5|Sam)"):
             llm.embed("a", pooling_params=wrong)  # type: ignore[arg-type]
     with pytest.raises(InvalidRequestError, match="prompt"):
         llm.embed(["a", []])

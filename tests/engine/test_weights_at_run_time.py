@@ -210,6 +210,19 @@ def test_wrong_words_are_refused(start: Callable[..., LLM]) -> None:
     assert llm.collective_rpc(lambda worker, plus: worker.device.num_threads + plus, args=(1,)) == [2]
     with pytest.raises(NotYetSupportedError, match="timeout"):
         llm.collective_rpc("reset", timeout=1.0)
+    wrong: list[tuple[str, dict[str, Any]]] = [
+        ("method", {"method": 5}),
+        ("method", {"method": None}),
+        ("args", {"method": "reset", "args": 5}),
+        ("kwargs", {"method": "reset", "kwargs": {"level": 1}}),
+        ("kwargs", {"method": lambda worker: None, "kwargs": 5}),
+    ]
+    for name, given in wrong:
+        with pytest.raises(InvalidRequestError, match=f"^{name} must be a .*; it is {given[name]!r}.$"):
+            llm.collective_rpc(**given)
+    for weights in (5, None, ["x"], [("a", 1)], [(1, torch.ones(1))], {"a": torch.ones(1)}):
+        with pytest.raises(InvalidRequestError, match="^weights must be a checkpoint's directory, or pairs of a name"):
+            llm.update_weights(weights)  # type: ignore[arg-type]
 
 
 @pytest.mark.slow
