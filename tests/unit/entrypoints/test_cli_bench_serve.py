@@ -101,7 +101,8 @@ def test_a_command_line_of_vllms(server: Any, bench: Any) -> None:
     )
     refused = {
         ("serve", "--top-p", "0.9"): "is no option here, but of requests",
-        ("serve", "--lora-assignment", "random"): "is not supported here: .*--model NAME",
+        ("serve", "--lora-assignment", "round-robin"): "is not supported: .*--lora-modules at random",
+        ("serve", "--lora-path", "x"): "is not supported here: .*--lora-modules NAME",
         ("serve", "--probe-request-rate", "2"): "is not supported: .*--request-rate",
         ("throughput", "--backend", "hf"): "has one value here, 'vllm'",
         ("throughput", "--prefix-len", "2"): "is not an option here: .*--random-prefix-len",
@@ -112,7 +113,19 @@ def test_a_command_line_of_vllms(server: Any, bench: Any) -> None:
     taken = ["--backend", "vllm", "--hf-max-batch-size", "4", "--prefix-len", "0"]
     assert build_parser().parse_known_args(["bench", "throughput", *taken])[1] == []
     taken = ["--no-stream", "--no-oversample", "--no-reranker", "--self-timed", "--probe-request-rate", "0"]
+    taken += ["--tokenizer-mode", "slow", "--skip-tokenizer-init", "--lora-assignment", "random"]
     assert build_parser().parse_known_args(["bench", "serve", *taken])[1] == []
+
+
+def test_adapters_are_drawn_for_requests(server: Any, bench: Any) -> None:
+    flags = ["--num-prompts", "20", "--random-input-len", "3", "--max-concurrency", "1", "--lora-modules", "a", "b"]
+    drawn = []
+    for _ in range(2):
+        server.requests.clear()
+        assert bench(*flags)["model_id"] == "first"
+        drawn.append([body["model"] for body in server.bodies(COMPLETIONS)])
+    assert drawn[0] == drawn[1]
+    assert set(drawn[0]) == {"a", "b"}
 
 
 def test_percentiles_that_are_asked_for(server: Any, bench: Any, capsys: pytest.CaptureFixture[str]) -> None:

@@ -7,6 +7,7 @@ it runs, this process does as little as it can.
 import asyncio
 import contextlib
 import math
+import random
 import resource
 import sys
 import time
@@ -35,7 +36,8 @@ def run(args: LoadArgs) -> None:
         lengths = f"prompts of {fitted.random_input_len} and outputs of {fitted.random_output_len} tokens"
         print(f"{lengths}, to fit in the server's max_model_len of {max_model_len}.", file=sys.stderr)
     requests = make_requests(fitted, vocab_size, max_model_len)
-    bodies = [_body(args, server.model, request) for request in requests]
+    asked = random.Random(args.seed).choices(args.lora_modules or [server.model], k=len(requests))
+    bodies = [_body(args, name, request) for name, request in zip(asked, requests, strict=True)]
     _allow_many_connections()
     base, route = server.address.path, "/chat/completions" if args.backend == "openai-chat" else "/completions"
     client, arrivals = Client(server.address, server.headers), [request.arrival for request in requests]
@@ -104,10 +106,9 @@ def _body(args: LoadArgs, model: str, request: Request) -> bytes:
         if not isinstance(request.prompt, str):
             raise ConfigError("--backend openai-chat takes prompts of text, not of token ids.")
         question = {"messages": [{"role": "user", "content": request.prompt}]}
-    fields = {"model": model, **question, "max_tokens": request.max_tokens}
-    fields |= {"stream": True, "stream_options": {"include_usage": True}}
+    fields = {"model": model, **question, "max_tokens": request.max_tokens, "stream": True}
     ignores = args.dataset_name != "custom" if args.ignore_eos is None else args.ignore_eos
-    chosen = {"ignore_eos": ignores or None, "temperature": args.temperature}
+    chosen = {"ignore_eos": ignores or None, "temperature": args.temperature, "stream_options": {"include_usage": True}}
     fields |= {name: value for name, value in chosen.items() if value is not None}
     return msgspec.json.encode(fields | (args.extra_body or {}))
 

@@ -40,6 +40,12 @@ class LoadArgs:
     """Of no effect, likewise."""
     tokenizer: str | None = option(None)
     """Of no effect, and taken as vLLM's scripts give it: the server tokenizes, and its counts are shown."""
+    tokenizer_mode: str | None = option(None)
+    """Of no effect, likewise."""
+    skip_tokenizer_init: bool = option(False)
+    """Of no effect, likewise."""
+    lora_modules: list[str] | None = option(None)
+    """Adapters that the server has: each request asks for one, drawn at random, and not for the model."""
     api_key: str | None = option(None)
     """Key; $QUIRE_API_KEY or else $OPENAI_API_KEY by default."""
     ready_check_timeout_sec: float = option(0.0, 0)
