@@ -5,7 +5,7 @@ tokenizer.model. Input and output processors share it between threads: nothing c
 of requests.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any, overload
 
@@ -21,7 +21,7 @@ from quire.text.gguf import QWEN2_SPLIT, read_gguf_tokenizer
 from quire.text.renderer import Renderer
 from quire.text.streams import Backend, StreamFactory, TextStream, clean_up_spaces
 from quire.utils.logs import logger
-from quire.utils.values import number
+from quire.utils.values import number, token_ids
 
 _TRUNCATIONS = (None, False, True, "longest_first", "only_first", "only_second", "do_not_truncate")
 _OF_CALLS = {"padding", "truncation", "max_length", "return_tensors"}
@@ -141,7 +141,7 @@ class Tokenizer:
             theirs = self._transformers(asked[0])
             theirs.truncation_side = side
             return theirs(text, **others, **options)
-        texts = [text] if isinstance(text, str) else text
+        texts = text if isinstance(text, Iterable) and not isinstance(text, str) else [text]
         keep = (max_length or self.model_max_length) if truncation not in (None, False, "do_not_truncate") else None
         many = [self._encode_some(one, add_special_tokens, keep, side) for one in texts]
         lists = {"input_ids": many, "attention_mask": [[1] * len(ids) for ids in many]}
@@ -182,8 +182,8 @@ class Tokenizer:
         Raises:
             InvalidRequestError: an id is negative, over 32 bits, or no integer.
         """
-        ids = [token_ids] if isinstance(token_ids, int) else list(token_ids)
         try:
+            ids = [token_ids] if isinstance(token_ids, int) else list(token_ids)
             text = self._backend.decode(ids, skip_special_tokens)
         except (OverflowError, TypeError):
             raise InvalidRequestError("token ids to decode must be integers from 0 to 2**32 - 1.") from None
@@ -215,7 +215,7 @@ class Tokenizer:
         if isinstance(ids, int):
             return self._backend.id_to_token(ids) if ids >= 0 else None
         skipped = self.all_special_ids if skip_special_tokens else ()
-        return [self.convert_ids_to_tokens(i) for i in ids if i not in skipped]
+        return [self.convert_ids_to_tokens(i) for i in token_ids("ids", ids) if i not in skipped]
 
     @overload
     def convert_tokens_to_ids(self, tokens: str) -> int | None: ...
@@ -245,7 +245,7 @@ class Tokenizer:
         call = {name: options.pop(name) for name in _OF_CALLS & options.keys()}
         fields = {"add_generation_prompt": False, "tools": tools}
         fields |= {name: options.pop(name) for name in _OF_CONVERSATIONS & options.keys()}
-        several = bool(conversation) and isinstance(conversation[0], list | tuple)
+        several = isinstance(conversation, Sequence) and isinstance(next(iter(conversation), None), list | tuple)
         each = conversation if several else [conversation]
         texts = [self.render(Conversation(messages=one, chat_template_kwargs=options, **fields)) for one in each]
         text = texts if several else texts[0]

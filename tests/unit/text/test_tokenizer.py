@@ -105,6 +105,20 @@ def test_what_only_transformers_has_is_asked_there() -> None:
     assert used.convert_ids_to_tokens(ids, skip_special_tokens=True) == theirs.convert_ids_to_tokens(ids, True)
 
 
+@pytest.mark.parametrize("wrong", [1.5, [None], [1.5], {"role": "user"}])
+def test_what_is_no_text_and_no_ids_is_refused(wrong: Any) -> None:
+    used: Any = load_tokenizer(FIXTURES / "byte_bpe")
+    for call in (used, used.encode, used.decode, used.convert_ids_to_tokens, used.apply_chat_template):
+        if not (call is used and isinstance(wrong, dict)):  # it has texts for keys
+            with pytest.raises(InvalidRequestError):
+                call(wrong)
+    for text in ("x", ["x"]):
+        with pytest.raises(InvalidRequestError, match="^ids must be a list of token ids"):
+            used.convert_ids_to_tokens(text)
+    with pytest.raises(InvalidRequestError, match="^add_special_tokens must be True or False; it is 'no'"):
+        used.encode("x", add_special_tokens="no")
+
+
 def test_chats_as_transformers_has_them() -> None:
     used: Any = load_tokenizer(FIXTURES / "byte_bpe")
     used.pad_token = "<|im_end|>"
