@@ -12,7 +12,7 @@ from typing import Any, Protocol, TypeVar
 from msgspec import structs
 
 from quire.engine.interrupts import InterruptShield
-from quire.errors import EngineDeadError, InvalidRequestError, OverloadedError, RequestFailedError
+from quire.errors import EngineDeadError, InvalidRequestError, OverloadedError, RequestFailedError, require
 from quire.executor.base import Executor
 from quire.lora.places import AdapterPlaces
 from quire.protocol.cache import PinnedPrefix
@@ -214,8 +214,8 @@ class EngineCore:
         Raises:
             InvalidRequestError: an unknown tag. RequestFailedError: the weights' files or the memory are gone.
         """
-        if not _PARTS.issuperset(tags or ()):
-            raise InvalidRequestError(f"tags are 'weights' and 'kv_cache'; got {tags}.", "tags")
+        known = isinstance(tags, Iterable | None) and all(str(tag) in _PARTS for tag in tags or ())
+        require(known, "tags", tags, "a list of 'weights' and 'kv_cache'")
         self.call_workers("wake_up", [wanted := sorted(self._asleep.intersection(tags or _PARTS))])
         self._asleep.difference_update(wanted and [*wanted, "weights"])
         if not self._asleep:

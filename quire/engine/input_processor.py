@@ -212,8 +212,8 @@ def _read_prompt(prompt: Any) -> tuple[Any, Any, str | None]:
     if isinstance(prompt, dict):
         unknown = {key for key in prompt if prompt[key] is not None} - {"prompt", "prompt_token_ids", "cache_salt"}
         if unknown:
-            known = "'prompt' or 'prompt_token_ids', and may have 'cache_salt'"
-            raise bad_prompt(f"unknown prompt entry {sorted(unknown)[0]!r}; a prompt dict has {known}.")
+            known = "a prompt dict has 'prompt' or 'prompt_token_ids', and may have 'cache_salt'"
+            raise bad_prompt(f"unknown prompt entry {min(unknown, key=str)!r}; models take text only: {known}.")
         cache_salt = prompt.get("cache_salt")
         require(isinstance(cache_salt, str | None) and cache_salt != "", "cache_salt", cache_salt, "a non-empty string")
         return prompt.get("prompt"), prompt.get("prompt_token_ids"), cache_salt

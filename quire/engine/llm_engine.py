@@ -16,7 +16,7 @@ from quire.engine.input_processor import InputProcessor, ProcessedInput
 from quire.engine.output_processor import OutputProcessor
 from quire.engine.terms import NO_TERMS
 from quire.engine.tokenizer import config_tokenizer
-from quire.errors import ConfigError, NotYetSupportedError
+from quire.errors import ConfigError, NotYetSupportedError, require
 from quire.executor.inprocess import InProcessExecutor
 from quire.inputs import PreparedPrompt, PromptType
 from quire.lora.request import LoRARequest, PromptAdapterRequest
@@ -175,6 +175,7 @@ class LLMEngine:
 
     def apply_model(self, function: Callable[[Any], Any]) -> list[Any]:
         """Call a function on the worker's model, where that is in this process."""
+        require(callable(function), "func", function, "a function of the model")
         if not isinstance(self.executor, InProcessExecutor):
             raise NotYetSupportedError("apply_model needs a model in this process, and this engine's is elsewhere.")
         return [function(self.executor.worker.model)]

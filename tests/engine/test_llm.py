@@ -179,6 +179,7 @@ def test_chat(llm: LLM) -> None:
         ({"prompt_token_ids": [5, True]}, "ids must be integers"),
         ({"prompt": 5}, "got int"),
         ({"text": "x"}, "unknown prompt entry 'text'"),
+        ({"prompt": "x", "multi_modal_data": {"image": 1}, 5: 1}, "unknown prompt entry 5; models take text only"),
         ({"prompt": "x", "cache_salt": ""}, "cache_salt must be a non-empty string"),
         ([7] * 5000, "maximum context length"),
         (b"Hi", "got bytes"),

@@ -200,8 +200,12 @@ def test_wrong_words_are_refused(start: Callable[..., LLM]) -> None:
     for level in (0, 3, "1"):
         with pytest.raises(InvalidRequestError, match="level must be 1 or 2"):
             llm.sleep(level)  # type: ignore[arg-type]
-    with pytest.raises(InvalidRequestError, match="tags are"):
-        llm.wake_up(["wieghts"])
+    wrong_tags: list[Any] = [["wieghts"], "weights", 5, [5], [[]]]
+    for tags in wrong_tags:
+        with pytest.raises(InvalidRequestError, match="^tags must be a list of 'weights' and 'kv_cache'; it is "):
+            llm.wake_up(tags)
+    with pytest.raises(InvalidRequestError, match="^func must be a function of the model; it is 5"):
+        llm.apply_model(5)  # type: ignore[arg-type]
     for name in ("nothing", "_load", "__init__"):
         with pytest.raises(RequestFailedError, match=f"no method '{name}'"):
             llm.collective_rpc(name)
