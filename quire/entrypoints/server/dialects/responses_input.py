@@ -214,5 +214,7 @@ def _format(given: Item) -> Item:
         return {"type": kind}
     if kind != "json_schema":
         raise wrong("text.format.type", "text, json_object or json_schema", kind, "text.format")
+    if not isinstance(schema := given.get("schema"), dict | bool | str):  # a chat has it one level down
+        raise wrong("text.format.schema", "a JSON schema, right there", schema, "text.format")
     names = ("name", "description", "schema", "strict")
     return {"type": kind, kind: {name: given[name] for name in names if given.get(name) is not None}}

@@ -491,6 +491,14 @@ def test_refusals(shared_client: TestClient, openai_errors: Callable[..., list[s
     assert text_of(post(shared_client)) == TEXT
 
 
+def test_a_schema_that_is_elsewhere_is_told_where_it_belongs(client: TestClient) -> None:
+    of_a_chat = {"type": "json_schema", "json_schema": {"name": "x", "schema": {"type": "object"}}}
+    answer = client.post(PATH, json={"input": "Hi", "text": {"format": of_a_chat}})
+    error = answer.json()["error"]
+    assert (answer.status_code, error["param"]) == (400, "text.format")
+    assert error["message"] == "text.format.schema must be a JSON schema, right there; it is None."
+
+
 def test_compaction_is_refused(client: TestClient) -> None:
     answer = client.post("/v1/responses/compact", json={"model": "demo", "input": "Hi"})
     assert answer.status_code == 400
