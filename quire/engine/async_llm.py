@@ -233,8 +233,7 @@ class AsyncLLM:
     async def add_lora(self, lora_request: AdapterRequest) -> bool:
         """Have an adapter loaded, before a request asks for it. Raises as `generate` does."""
         params = SamplingParams(max_tokens=1, temperature=0.0, detokenize=False)
-        async for _ in self.generate({"prompt_token_ids": [0]}, params, lora_request=lora_request):
-            pass
+        _ = [one async for one in self.generate({"prompt_token_ids": [0]}, params, lora_request=lora_request)]
         return True
 
     def check_room(self, num_requests: int = 1) -> None:
@@ -329,8 +328,10 @@ class AsyncLLM:
         """Use the weights of a directory; False (and nothing done) while requests run: see `LLM.update_weights`."""
         return await self._call("update_weights", path)
 
-    async def collective_rpc(self, method: str, args: tuple[Any, ...] = ()) -> list[Any]:
-        """Call a method of every worker, by name: see `LLM.collective_rpc`."""
+    async def collective_rpc(self, method: str, timeout: Any = None, args: Any = (), kwargs: Any = None) -> list[Any]:
+        """Call a method of every worker, by name, with arguments that are data: see `LLM.collective_rpc`."""
+        if timeout is not None or kwargs:
+            raise InvalidRequestError("timeout and kwargs are not supported; give its arguments by args=(...).")
         return (await self._call("call_workers", method, list(args))).values
 
     async def set_limits(self, **changes: Any) -> Limits:

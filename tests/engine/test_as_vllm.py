@@ -71,6 +71,9 @@ async def _text(args: Any) -> str:
             text = output.outputs[0].text
         with pytest.raises(NotYetSupportedError, match="^tokenization_kwargs is not supported here: give"):
             engine.generate("Once", tokenization_kwargs={"truncation": True})
+        assert await engine.collective_rpc("reset", None, (), None) == [None]
+        with pytest.raises(InvalidRequestError, match="^timeout and kwargs are not supported"):
+            await engine.collective_rpc("reset", kwargs={"deep": True})
         with pytest.raises(NotYetSupportedError, match="^mode is not supported: requests can't be kept"):
             await engine.sleep(mode="keep")
     finally:
