@@ -282,8 +282,11 @@ class AsyncLLM:
             sequence.request_id = self._external.get(sequence.request_id, sequence.request_id)
         return snapshot
 
-    async def reset_prefix_cache(self) -> bool:
-        """Forget all cached prefixes, and pins; False (and nothing done) while requests hold blocks."""
+    async def reset_prefix_cache(self, reset_running_requests: bool = False, reset_connector: bool = False) -> bool:
+        """Forget all cached prefixes, and pins; False (and nothing done) while requests hold blocks.
+
+        vLLM's arguments change nothing: requests keep what they have, and there is no connector.
+        """
         return await self._call("reset_prefix_cache")
 
     async def pin_prefix(

@@ -156,8 +156,11 @@ class LLMEngine:
         """Requests whose final output is still to come."""
         return len(self._outputs.records)
 
-    def reset_prefix_cache(self) -> bool:
-        """Forget all cached prefixes, pinned ones too; False (and nothing done) while requests run."""
+    def reset_prefix_cache(self, reset_running_requests: bool = False, reset_connector: bool = False) -> bool:
+        """Forget all cached prefixes, pinned ones too; False (and nothing done) while requests run.
+
+        vLLM's arguments change nothing: requests keep what they have, and there is no connector.
+        """
         return self.core.call("reset_prefix_cache")
 
     def set_limits(self, **changes: Any) -> Limits:

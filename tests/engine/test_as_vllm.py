@@ -72,6 +72,7 @@ async def _text(args: Any) -> str:
         with pytest.raises(NotYetSupportedError, match="^tokenization_kwargs is not supported here: give"):
             engine.generate("Once", tokenization_kwargs={"truncation": True})
         assert await engine.collective_rpc("reset", None, (), None) == [None]
+        assert await engine.reset_prefix_cache(reset_running_requests=True, reset_connector=False)
         with pytest.raises(InvalidRequestError, match="^timeout and kwargs are not supported"):
             await engine.collective_rpc("reset", kwargs={"deep": True})
         with pytest.raises(NotYetSupportedError, match="^mode is not supported: requests can't be kept"):
