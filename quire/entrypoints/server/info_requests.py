@@ -35,7 +35,7 @@ class TokenizeRequest(BaseModel):
     prompt: StrictStr = Field("", description="llama.cpp's content is the same, without special tokens by default.")
     messages: Messages = []
     add_special_tokens: StrictBool | None = Field(None, description="True for a prompt, false for messages by default.")
-    return_token_strs: StrictBool = Field(False, description="Show the vocabulary's spelling of each token, too.")
+    return_token_strs: StrictBool | None = Field(False, description="Show each token as the vocabulary spells it.")
     add_generation_prompt: StrictBool = True
     continue_final_message: StrictBool = False
     tools: Objects | None = None

@@ -32,6 +32,8 @@ def test_tokenize_and_back(client: TestClient) -> None:
     assert answer["max_model_len"] == 1024
     text = client.post("/detokenize", json={"model": "demo", "tokens": answer["tokens"]}).json()
     assert text == {"prompt": "Once upon a time", "content": "Once upon a time"}
+    bare = client.post("/tokenize", json={"prompt": "Once", "return_token_strs": None})
+    assert bare.json()["token_strs"] is None, "as vLLM takes it"
 
 
 def test_a_long_list_of_tokens_is_encoded_in_parts(client: TestClient, monkeypatch: pytest.MonkeyPatch) -> None:
