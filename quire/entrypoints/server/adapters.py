@@ -15,7 +15,6 @@ from pydantic import BaseModel, ConfigDict, Field
 from starlette.exceptions import HTTPException
 from starlette.responses import PlainTextResponse
 
-from quire.engine.async_llm import AsyncLLM
 from quire.entrypoints.server.body import JsonRoute
 from quire.entrypoints.server.options import ServerArgs
 from quire.entrypoints.server.state import ServerState, State
@@ -28,11 +27,11 @@ router = APIRouter(route_class=JsonRoute)
 _ids = itertools.count(1)
 
 
-def read_modules(args: ServerArgs, names: Sequence[str], llm: AsyncLLM) -> dict[str, AdapterRequest]:
-    """The adapters that there are from the start, "name=path" or JSON each, by name; their files are read.
+def read_modules(args: ServerArgs, names: Sequence[str]) -> dict[str, AdapterRequest]:
+    """The adapters that there are from the start, "name=path" or JSON each, by name; what they are is read.
 
     Raises:
-        ConfigError: a text of neither form, a name that is taken, or files that can't be used.
+        ConfigError: a text of neither form, a name that is taken, or a configuration that can't be used.
     """
     found: dict[str, AdapterRequest] = {}
     given = {"lora_modules": args.lora_modules or (), "prompt_adapters": args.prompt_adapters or ()}
@@ -47,7 +46,6 @@ def read_modules(args: ServerArgs, names: Sequence[str], llm: AsyncLLM) -> dict[
             raise ConfigError(f"{option}: the name {name!r} is taken; give each adapter one of its own.")
         try:
             found[name] = _request(name, path)
-            llm.check_adapter(found[name])
         except InvalidRequestError as error:
             raise ConfigError(f"{option}: {error}") from None
     return found

@@ -103,13 +103,15 @@ def load(args: ServerArgs, engine_args: EngineArgs) -> ServerState:
     where = "in its own process" if args.engine == "process" else "in a thread"
     logger.info("Quire %s: loading %s, engine %s", quire.__version__, engine_args.model, where)
     options = AsyncOptions(args.engine, args.max_num_queued_reqs, args.log_level, args.step_timeout)
-    llm, replicas = start_engines(engine_args, options)
     names = args.served_model_name or [engine_args.model]
+    adapters = read_modules(args, names)  # first, as a model may take minutes
+    llm, replicas = start_engines(engine_args, options)
     try:
-        adapters = read_modules(args, names, llm)
-    except ConfigError:
+        for adapter in adapters.values():
+            llm.check_adapter(adapter)
+    except InvalidRequestError as error:
         llm.shutdown()
-        raise
+        raise ConfigError(str(error)) from None
     metrics = ServingMetrics(llm.config.model.max_model_len)
     return ServerState(llm, args, names, replicas, adapters, metrics)
 

@@ -1,10 +1,11 @@
 """Adapters that a server has from the start, as its options name them."""
 
-from types import SimpleNamespace
-from typing import Any, cast
+from pathlib import Path
 
 import pytest
 
+from quire.config.engine_args import EngineArgs
+from quire.entrypoints.server import launch
 from quire.entrypoints.server.adapters import read_modules
 from quire.entrypoints.server.options import ServerArgs
 from quire.errors import ConfigError
@@ -14,6 +15,12 @@ from quire.errors import ConfigError
     "text", ["path", "{", 10_000 * '{"a":', '{"name": "a"}', '{"name": "a", "path": null}', '{"name": "a", "path": 1}']
 )
 def test_what_names_no_adapter(text: str) -> None:
-    llm = cast(Any, SimpleNamespace(check_adapter=lambda request: pytest.fail("it was looked at")))
     with pytest.raises(ConfigError, match="an adapter is given as name=path"):
-        read_modules(ServerArgs(lora_modules=[text]), ["demo"], llm)
+        read_modules(ServerArgs(lora_modules=[text]), ["demo"])
+
+
+def test_a_wrong_adapter_is_told_of_before_the_model_loads(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(launch, "start_engines", lambda *_: pytest.fail("the model was loaded"))
+    for given, why in (("a", "an adapter is given as"), (f"a={tmp_path}", "'a' can't be used"), ("demo=x", "is taken")):
+        with pytest.raises(ConfigError, match=f"^lora_modules.*{why}"):
+            launch.load(ServerArgs(lora_modules=[given]), EngineArgs("demo", enable_lora=True))
