@@ -19,9 +19,9 @@ def config_tokenizer(config: EngineConfig) -> Tokenizer | None:
     args, path = config.args, config.model.path
     if args.skip_tokenizer_init:
         return None
-    if args.tokenizer is not None:
-        try:
+    try:
+        if args.tokenizer is not None:
             path = resolve_model_path(args.tokenizer, args.tokenizer_revision, cache_dir=args.download_dir)
-        except ModelLoadError as error:
-            raise ModelLoadError(f"tokenizer: {error}") from None
-    return load_tokenizer(path, args.tokenizer_mode)
+        return load_tokenizer(path, args.tokenizer_mode)
+    except ModelLoadError as error:
+        raise ModelLoadError(f"{'tokenizer: ' * (args.tokenizer is not None)}{error}") from None
