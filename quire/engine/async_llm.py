@@ -233,7 +233,8 @@ class AsyncLLM:
     async def add_lora(self, lora_request: AdapterRequest) -> bool:
         """Have an adapter loaded, before a request asks for it. Raises as `generate` does."""
         params = SamplingParams(max_tokens=1, temperature=0.0, detokenize=False)
-        _ = [one async for one in self.generate({"prompt_token_ids": [0]}, params, lora_request=lora_request)]
+        async for _ in self.generate({"prompt_token_ids": [0]}, params, lora_request=lora_request):
+            pass
         return True
 
     def check_room(self, num_requests: int = 1) -> None:

@@ -106,9 +106,10 @@ def _body(args: LoadArgs, model: str, request: Request) -> bytes:
         if not isinstance(request.prompt, str):
             raise ConfigError("--backend openai-chat takes prompts of text, not of token ids.")
         question = {"messages": [{"role": "user", "content": request.prompt}]}
-    fields = {"model": model, **question, "max_tokens": request.max_tokens, "stream": True}
+    fields = {"model": model, **question, "max_tokens": request.max_tokens}
+    fields |= {"stream": True, "stream_options": {"include_usage": True}}
     ignores = args.dataset_name != "custom" if args.ignore_eos is None else args.ignore_eos
-    chosen = {"ignore_eos": ignores or None, "temperature": args.temperature, "stream_options": {"include_usage": True}}
+    chosen = {"ignore_eos": ignores or None, "temperature": args.temperature}
     fields |= {name: value for name, value in chosen.items() if value is not None}
     return msgspec.json.encode(fields | (args.extra_body or {}))
 
