@@ -87,11 +87,11 @@ def main() -> None:
     parser.add_argument(
         "--types",
         nargs="*",
-        default=["BF16", "BF16_TURNED", "BF16_INTS", "I8", "I4"],
+        default=["BF16", "I8", "I4"],
         choices=[type.name for type in Type][1:],
     )
     parser.add_argument("--rows", nargs="*", type=int, default=ROWS)
-    parser.add_argument("--plain", action="store_true", help="weights in no level's own order")
+    parser.add_argument("--plain", action="store_true", help="weights as they are named, in no level's own order")
     args = parser.parse_args()
     rows, cols = args.shape
     if args.busy:
@@ -100,8 +100,8 @@ def main() -> None:
     target = Target(default_target().level, args.threads)
     torch.manual_seed(0)
     print(f"[{rows} x {cols}], {args.threads} threads, level {target.level}")
-    for type in (Type[name] for name in args.types):
-        paired = not args.plain and weight_order(target.level, type)[1]
+    for given in (Type[name] for name in args.types):
+        type, paired, _ = (given, False, 0) if args.plain else weight_order(target.level, given)
         copies = packed_copies(rows, cols, type, paired)
         num_bytes = copies[0].data.numel()
         start = time.perf_counter()
@@ -109,12 +109,13 @@ def main() -> None:
             copy.data.view(-1).view(torch.int64).sum()
         read = num_bytes * len(copies) / (time.perf_counter() - start) / 1e9
         programs = [recorded(copy, target) for copy in copies]
-        print(f"{type.name}: {num_bytes / 1e6:.1f} MB; torch sums the same memory at {read:.1f} GB/s")
+        name = given.name if type is given else f"{given.name}, kept as {type.name}"
+        print(f"{name}: {num_bytes / 1e6:.1f} MB; torch sums the same memory at {read:.1f} GB/s")
         for m in args.rows:
             x, out = torch.randn(m, cols).bfloat16(), torch.zeros(m, rows, dtype=torch.bfloat16)
             few = programs if m <= 64 else programs[: max(2, len(programs) * 64 // m)]
             seconds = best_seconds([partial(program.run, [x, out]) for program in few], args.busy)
-            beside = best_seconds(torch_products(rows, cols, x), args.busy) if type is Type.BF16 else None
+            beside = best_seconds(torch_products(rows, cols, x), args.busy) if given is Type.BF16 else None
             print(
                 f"  M = {m:4}  {seconds * 1e3:7.3f} ms  {num_bytes / seconds / 1e9:5.1f} GB/s  "
                 f"{2 * m * rows * cols / seconds / 1e12:5.3f} TFLOP/s"
