@@ -244,17 +244,19 @@ def products(seconds: float) -> Iterator[Result]:
 
 
 def product(x: Any, weight: Any, m: int) -> Result:
-    """The first m rows of x times the weights."""
+    """The first m rows of x times the weights; of those of an MLP also with their activation, in one kernel and two."""
     import torch
 
     from quire import ops
 
-    (n, k), many = weight.shape, ops.linear(x[:256], weight)
+    (n, k), many, gate = weight.shape, ops.linear(x[:256], weight), ops.silu_and_mul
     rounds = 20 if m <= 1024 else 8
     own, theirs = timed(lambda: ops.linear(x[:m], weight), rounds), timed(lambda: x[:m] @ weight.t(), rounds)
     equal = bool(torch.equal(ops.linear(x[:m], weight)[:256], many[: min(m, 256)]))
     rate = {"gb_s": weight.nbytes / own / 1e9, "tflop_s": 2 * m * n * k / own / 1e12}
-    return {"n": n, "k": k, "m": m, "own_us": own * 1e6, "cublas_us": theirs * 1e6, **rate, "equal": equal}
+    ways = {"gated": lambda: ops.gated_linear(x[:m], gate, weight), "apart": lambda: gate(ops.linear(x[:m], weight))}
+    gated = {f"{way}_us": timed(run, rounds) * 1e6 if n == 28672 else "" for way, run in ways.items()}
+    return {"n": n, "k": k, "m": m, "own_us": own * 1e6, "cublas_us": theirs * 1e6, **gated, **rate, "equal": equal}
 
 
 def stages(seconds: float) -> Iterator[Result]:

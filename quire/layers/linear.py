@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from quire import ops
 from quire.attention.step import Step
+from quire.ops.activation import Activation
 from quire.ops.gather import Meeting
 from quire.quantization.base import CheckpointSlot, MatrixShape, QuantizationMethod
 
@@ -46,6 +47,11 @@ class Shard:
         if self.columns is not None:
             return ops.reduce(y, self.group)
         return y if self.outputs is None else ops.gather(y, self.group, self.outputs)
+
+    @property
+    def keeps(self) -> bool:
+        """Whether `give` gives this rank's own."""
+        return self.columns is None and self.outputs is None
 
     def own(self, loaded: Tensor) -> Tensor:
         """Of a checkpoint's tensor the columns that are here; a bias is added once."""
@@ -145,9 +151,19 @@ class Linear(Matrix):
     def __init__(self, place: Place, in_features: int, outputs: int | Mapping[str, int], *, bias: bool = False) -> None:
         super().__init__(place, in_features, outputs if isinstance(outputs, Mapping) else {"": outputs}, bias=bias)
 
-    def forward(self, x: Tensor, step: Step | None = None, *, wide: bool = False) -> Tensor:
-        """See the class; `step` is None for the output head, whose rows are not a step's tokens."""
-        return self.product(x if self.shard is None else self.shard.bring(x), self.lora, step, wide)
+    def forward(
+        self, x: Tensor, step: Step | None = None, *, wide: bool = False, gate: Activation | None = None
+    ) -> Tensor:
+        """See the class; `step` is None for the output head, whose rows are not a step's tokens.
+
+        gate: a gated activation of the result, [M, out_features] -> [M, out_features / 2].
+        """
+        x = x if self.shard is None else self.shard.bring(x)
+        alone = self.lora is None and (self.shard is None or self.shard.keeps)
+        if gate is not None and alone and (operands := self.method.operands(self.weights)) is not None:
+            return ops.gated_linear(x, gate, *operands)
+        y = self.product(x, self.lora, step, wide)
+        return y if gate is None else gate(y)
 
 
 def adapted_rows(step: Step | None) -> ops.AdaptedRows:

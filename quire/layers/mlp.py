@@ -1,15 +1,13 @@
 """The feed-forward blocks: gated (Llama and most) and plain (GPT-2, OPT)."""
 
-from collections.abc import Callable
-
 from torch import Tensor, nn
 
 from quire import ops
 from quire.attention.step import Step
 from quire.errors import ModelLoadError
 from quire.layers.linear import Linear
+from quire.ops.activation import Activation
 
-Activation = Callable[[Tensor], Tensor]
 # By name: plain, and as the gate of a gated MLP; None where no model has it so.
 ACTIVATIONS: dict[str, tuple[Activation | None, Activation | None]] = {
     "relu": (ops.relu, None),
@@ -33,7 +31,7 @@ class GatedMLP(nn.Module):
         self.down_proj = down_proj
 
     def forward(self, x: Tensor, step: Step | None) -> Tensor:
-        return self.down_proj(self.activation(self.gate_up_proj(x, step)), step)
+        return self.down_proj(self.gate_up_proj(x, step, gate=self.activation), step)
 
 
 class MLP(nn.Module):

@@ -34,6 +34,9 @@ class _Whole(Unquantized):
     def apply(self, weights: Mapping[str, Tensor], shape: MatrixShape, x: Tensor, *, wide: bool = False) -> Tensor:
         return F.linear(x, weights["weight"], weights.get("bias"))
 
+    def operands(self, weights: Mapping[str, Tensor]) -> None:
+        return None
+
 
 class Inputs(NamedTuple):
     """What a linear layer was given: the sum of x xᵀ [K, K], and of the magnitudes [K]."""

@@ -26,10 +26,11 @@ def _silu(wide: Tensor) -> Tensor:
     return wide / torch.neg(wide).exp_().add_(1.0)
 
 
-FUNCTIONS: dict[Epilogue, Operation[[Tensor], Tensor]] = {}
+Activation = Operation[[Tensor], Tensor]
+FUNCTIONS: dict[Epilogue, Activation] = {}
 
 
-def _activation(name: str, kind: Epilogue, function: Callable[[Tensor], Tensor]) -> Operation[[Tensor], Tensor]:
+def _activation(name: str, kind: Epilogue, function: Callable[[Tensor], Tensor]) -> Activation:
     """The operation of this name: `function` in fp32, rounded once; of a gated one, [M, 2 I] -> [M, I], gate first."""
 
     def gated(rows: Tensor) -> Tensor:

@@ -6,6 +6,7 @@ The twin of what the native kernels do with their own packed matrices (`quire.op
 import torch
 from torch import Tensor
 
+from quire.ops.activation import Activation
 from quire.ops.grouped import expand
 from quire.ops.linear import linear
 from quire.ops.table import op
@@ -40,6 +41,20 @@ def quantized_linear(
         else:  # eight bits are exact in bf16
             out[:, rows] = linear(x, weight[rows].to(x.dtype)).float() * scales[rows].t()
     return out if bias is None else out.add_(bias)
+
+
+@op
+def gated_linear(x: Tensor, gate: Activation, weight: Tensor, bias: Tensor | None = None, *others: Tensor) -> Tensor:
+    """A gated activation of a product, [M, K] -> [M, N / 2]: of `linear`'s, or of `quantized_linear`'s.
+
+    To the last bit what the two make, one after the other; some devices have one kernel for both.
+
+    others: the scales of quantized weights, and their zeros if there are any.
+    """
+    if not others:
+        return gate(linear(x, weight, bias))
+    scales, *zeros = others
+    return gate(quantized_linear(x, weight, scales, bias, None, *zeros))
 
 
 @op

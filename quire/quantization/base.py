@@ -8,6 +8,7 @@ time and must not know models; which layers it serves is `WeightFormats`' busine
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -107,6 +108,10 @@ class QuantizationMethod:
         """
         return ops.linear(x, weights["weight"], weights.get("bias"), torch.float32 if wide else None)
 
+    def operands(self, weights: Mapping[str, Tensor]) -> tuple[Any, ...] | None:
+        """Those of `ops.gated_linear` after its activation, if that multiplies as `apply` does."""
+        return None
+
     def lookup(self, weights: Mapping[str, Tensor], shape: MatrixShape, ids: Tensor, dtype: torch.dtype) -> Tensor:
         """Rows of the matrix, [T] -> [T, in_features] in `dtype`, for an embedding."""
         return ops.embedding(ids, weights["weight"])
@@ -116,3 +121,6 @@ class Unquantized(QuantizationMethod):
     """Weights as they are in the checkpoint, in the model's dtype."""
 
     suits_experts = True
+
+    def operands(self, weights: Mapping[str, Tensor]) -> tuple[Any, ...] | None:
+        return weights["weight"], weights.get("bias")

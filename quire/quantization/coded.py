@@ -8,7 +8,7 @@ is memory, not time: a product expands the whole matrix first.
 """
 
 from collections.abc import Callable, Iterable, Mapping
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -155,6 +155,12 @@ class Coded(QuantizationMethod):
             return (out if bias is None else out + bias).to(x.dtype)
         out_dtype = torch.float32 if wide else None
         return ops.quantized_linear(x, codes, scales, bias, out_dtype, weights.get("zeros"))
+
+    def operands(self, weights: Mapping[str, Tensor]) -> tuple[Any, ...] | None:
+        if self._made and self._made.rounds_x:
+            return None
+        others = (weights[name] for name in ("scales", "zeros") if name in weights)
+        return weights["codes"], weights.get("bias"), *others
 
     def lookup(self, weights: Mapping[str, Tensor], shape: MatrixShape, ids: Tensor, dtype: torch.dtype) -> Tensor:
         zeros = weights["zeros"][ids] if "zeros" in weights else None

@@ -104,6 +104,25 @@ def test_codes_of_a_checkpoint_are_multiplied_like_numbers(kind: str, num_column
         assert torch.equal(ops.quantized_linear(x[:num_rows], codes, scales, zeros=zeros), whole[:num_rows])
 
 
+@pytest.mark.parametrize(("num_columns", "size"), [(28672, 4096), (6144, 1024), (200, 72)])
+@pytest.mark.parametrize("kind", [None, "int8", "int4", "U4_128"])
+def test_a_gated_product_is_its_activation_of_the_product(kind: str | None, num_columns: int, size: int) -> None:
+    """To the last bit, where one kernel makes both, and so for any number of rows."""
+    with torch.device("cuda"):
+        method = Unquantized() if kind is None else Coded(kind)
+        layer = Linear(Place("", method, torch.bfloat16), size, num_columns, bias=True)
+    for seed, weight in enumerate(layer.weights.values()):
+        numbers = draw(*weight.shape, dtype=torch.float32, seed=seed)
+        codes = not weight.is_floating_point()
+        weight.copy_(numbers.mul(40).to(torch.int16) & 127 if codes else numbers * size**-0.5)
+    x = draw(NUM_ALL, size, dtype=torch.bfloat16, seed=2)
+    for gate in (ops.silu_and_mul, ops.gelu_tanh_and_mul, ops.gelu_and_mul):
+        whole = gate(layer(x))
+        assert not whole.isnan().any()
+        for num_rows in (1, 2, 16, 17, 33, 64, 65, 300):
+            assert torch.equal(layer(x[:num_rows], gate=gate), whole[:num_rows]), num_rows
+
+
 @pytest.mark.parametrize("kind", [None, "int8", "int4"])
 def test_a_token_gets_the_same_from_its_experts_among_any_number(kind: str | None) -> None:
     size, inner, count = 2048, 768, 64

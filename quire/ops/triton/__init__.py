@@ -12,10 +12,11 @@ from quire.ops.table import OPERATIONS
 from quire.ops.triton.activation import ACTIVATIONS
 from quire.ops.triton.embedding import embedding
 from quire.ops.triton.experts import mix, route
-from quire.ops.triton.linear import fast_linear, integer_linear, linear, quantized_linear
+from quire.ops.triton.linear import fast_linear, gated_linear, integer_linear, linear, quantized_linear
 from quire.ops.triton.norm import add_rms_norm, layer_norm, rms_norm
 
-_OTHERS = (add_rms_norm, embedding, integer_linear, layer_norm, linear, mix, quantized_linear, rms_norm, route)
+_PRODUCTS = (gated_linear, integer_linear, linear, quantized_linear)
+_OTHERS = (*_PRODUCTS, add_rms_norm, embedding, layer_norm, mix, rms_norm, route)
 # By the operations' names, which are their own; called as their references are.
 KERNELS: dict[str, Callable[..., Any]] = ACTIVATIONS | {kernel.__name__: kernel for kernel in _OTHERS}
 
@@ -25,5 +26,6 @@ def install(device_type: str = "cuda", *, fast_gemm: bool = False) -> None:
 
     fast_gemm: products with plain weights are the vendor's, and their sums depend on the number of rows.
     """
-    for name, kernel in (KERNELS | ({"linear": fast_linear} if fast_gemm else {})).items():
+    fast = {"linear": fast_linear, "gated_linear": OPERATIONS["gated_linear"].reference} if fast_gemm else {}
+    for name, kernel in (KERNELS | fast).items():
         OPERATIONS[name].kernel, OPERATIONS[name].kernel_device = kernel, device_type

@@ -14,7 +14,8 @@ BLOCK = 1024  # columns of a program
 
 
 @triton.jit
-def _function(x, NAME: tl.constexpr):
+def activate(x, NAME: tl.constexpr):
+    """The function of that name, of fp32."""
     if NAME == "silu":
         return x / (1.0 + tl.exp(-x))
     elif NAME == "gelu":
@@ -32,7 +33,7 @@ def _activation(x, out, row_stride, size, NAME: tl.constexpr, GATED: tl.constexp
     columns = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     mask = columns < size
     x += row * row_stride
-    result = _function(tl.load(x + columns, mask, other=0.0).to(tl.float32), NAME)
+    result = activate(tl.load(x + columns, mask, other=0.0).to(tl.float32), NAME)
     if GATED:
         result *= tl.load(x + size + columns, mask, other=0.0).to(tl.float32)
     tl.store(out + row * size + columns, narrow(result, out.dtype.element_ty), mask)

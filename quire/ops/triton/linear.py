@@ -14,9 +14,11 @@ import triton.language as tl
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
+from quire.ops.activation import Activation
+from quire.ops.triton.activation import activate
 from quire.ops.triton.common import begin_kernel, dot, fetch, launch, narrow, widen
 from quire.ops.triton.quantized import CODES, expand, group_of
-from quire.ops.triton.tiles import choose, processors
+from quire.ops.triton.tiles import FEW_ROWS, choose, processors
 
 LINES = 8  # of 128 bytes of each row of weights, that few rows' products fetch before what they multiply is there
 NEIGHBOURS = 8  # tiles of rows that are taken together, for each tile of columns
@@ -96,6 +98,30 @@ def place(tile, tall, wide, NEIGHBOURS: tl.constexpr):
     return first + within % height, within // height
 
 
+@triton.jit
+def which(column, num_columns, BLOCK_N: tl.constexpr, GATE: tl.constexpr):
+    """The weights of a tile of columns, the first instead of those that are not there.
+
+    With a GATE eight gates and the eight that they open follow each other: in what the matrix instructions of all
+    devices return, a thread then has both.
+    """
+    i = tl.arange(0, BLOCK_N)
+    if GATE is not None:
+        columns = column * (BLOCK_N // 2) + i // 16 * 8 + i % 8
+        return tl.where(columns < num_columns, columns + i // 8 % 2 * num_columns, 0)
+    else:
+        columns = column * BLOCK_N + i
+        return tl.where(columns < num_columns, columns, 0)
+
+
+@triton.jit
+def open_gates(sums, GATE: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
+    """[BLOCK_M, BLOCK_N] of `which` weights -> [BLOCK_M, BLOCK_N // 2]."""
+    pairs = tl.permute(tl.reshape(sums, (BLOCK_M, BLOCK_N // 16, 2, 8)), (0, 1, 3, 2))
+    gates, opened = tl.split(pairs)
+    return tl.reshape(activate(gates, GATE) * opened, (BLOCK_M, BLOCK_N // 2))
+
+
 @triton.jit(do_not_specialize=["num_rows"])
 def _linear(
     x,
@@ -118,21 +144,20 @@ def _linear(
     GROUP: tl.constexpr,
     TURNED: tl.constexpr,
     DESCRIBED: tl.constexpr,
+    GATE: tl.constexpr,
     NEIGHBOURS: tl.constexpr,
     LINES: tl.constexpr,
 ):
+    WIDTH: tl.constexpr = BLOCK_N // 2 if GATE is not None else BLOCK_N
+    tall, wide = tl.cdiv(num_rows, BLOCK_M), tl.cdiv(num_columns, WIDTH)
     if TURNED and LINES > 0:
-        first = tl.program_id(0) % tl.cdiv(num_columns, BLOCK_N) * BLOCK_N + tl.arange(0, BLOCK_N)
-        ahead = tl.minimum(first, num_columns - 1).to(tl.int64)[:, None] * weight_stride
+        ahead = which(tl.program_id(0) % wide, num_columns, BLOCK_N, GATE).to(tl.int64)[:, None] * weight_stride
         fetch(weight + ahead + tl.arange(0, LINES)[None, :] * (1024 // weight.dtype.element_ty.primitive_bitwidth))
     begin_kernel()
-    tall, wide = tl.cdiv(num_rows, BLOCK_M), tl.cdiv(num_columns, BLOCK_N)
     for tile in range(tl.program_id(0), tall * wide, tl.num_programs(0)):
         row, column = place(tile, tall, wide, NEIGHBOURS)
         rows = row * BLOCK_M + tl.arange(0, BLOCK_M)
-        columns = column * BLOCK_N + tl.arange(0, BLOCK_N)
-        here = columns < num_columns
-        known = tl.where(here, columns, 0)  # a weight that is there; its product is stored nowhere
+        known = which(column, num_columns, BLOCK_N, GATE)
         mask = (rows < num_rows)[:, None]
         if DESCRIBED:
             sums = multiply_described(x, weight, row * BLOCK_M, column * BLOCK_N, size, BLOCK_M, BLOCK_N, BLOCK_K)
@@ -144,9 +169,13 @@ def _linear(
                 a, mask, b, scales, zeros, g, size, num_groups, BLOCK_M, BLOCK_N, BLOCK_K, EVEN, CODES, GROUP, TURNED
             )
         sums = finish(sums, None if GROUP else scales, bias, known)
+        if GATE is not None:  # by what would have been stored
+            sums = narrow(sums, out.dtype.element_ty).to(tl.float32)
+            sums = open_gates(sums, GATE, BLOCK_M, BLOCK_N)
+        columns = column * WIDTH + tl.arange(0, WIDTH)
         # By columns that are known to follow one another: many are stored at once.
         places = out + rows.to(tl.int64)[:, None] * num_columns + columns[None, :]
-        tl.store(places, narrow(sums, out.dtype.element_ty), mask & here[None, :])
+        tl.store(places, narrow(sums, out.dtype.element_ty), mask & (columns < num_columns)[None, :])
 
 
 def quantized_linear(
@@ -156,16 +185,20 @@ def quantized_linear(
     bias: Tensor | None = None,
     out_dtype: torch.dtype | None = None,
     zeros: Tensor | None = None,
+    gate: str = "",
 ) -> Tensor:
-    """As `quire.ops.quantized_linear`; without scales weights are of the type of `x`."""
+    """As `quire.ops.quantized_linear`; without scales weights are of the type of `x`.
+
+    gate: an activation; of few rows alone, whose tiles lie in registers as `which` says.
+    """
     num_rows, size = x.shape
-    num_columns, group = weight.shape[0], group_of(weight, scales, zeros, size)
+    num_columns, group = weight.shape[0] // (2 if gate else 1), group_of(weight, scales, zeros, size)
     x = x if x.stride(1) == 1 else x.contiguous()
     out = torch.empty(num_rows, num_columns, dtype=out_dtype or x.dtype, device=x.device)
     if not out.numel():
         return out
     bits = 4 if weight.dtype == torch.uint8 else weight.itemsize * 8
-    tiles = choose(processors(x.device), num_rows, num_columns, x.itemsize * 8, bits)
+    tiles = choose(processors(x.device), num_rows, weight.shape[0], x.itemsize * 8, bits)
     described = tiles.described and scales is None and all(map(_is_even, (x, weight)))
     inputs: list[Any] = [x, weight.view(torch.uint8) if group else weight]
     if described:
@@ -179,6 +212,7 @@ def quantized_linear(
         CODES=CODES.get(weight.dtype),
         GROUP=group,
         DESCRIBED=described,
+        GATE=gate or None,
         NEIGHBOURS=NEIGHBOURS,
         LINES=LINES if tiles.turned and weight.stride(0) * weight.itemsize >= 128 * LINES else 0,
     )
@@ -193,6 +227,17 @@ def _is_even(x: Tensor) -> bool:
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None, out_dtype: torch.dtype | None = None) -> Tensor:
     """As `quire.ops.linear`."""
     return quantized_linear(x, weight, None, bias, out_dtype)
+
+
+def gated_linear(x: Tensor, gate: Activation, weight: Tensor, bias: Tensor | None = None, *others: Tensor) -> Tensor:
+    """As `quire.ops.gated_linear`, of few rows by one kernel.
+
+    In float32 two: there a kernel fuses products with their sums, and an activation's are not to be.
+    """
+    scales, zeros = (*others, None, None)[:2]
+    if x.shape[0] > FEW_ROWS or x.dtype == torch.float32:
+        return gate(quantized_linear(x, weight, scales, bias, None, zeros))
+    return quantized_linear(x, weight, scales, bias, None, zeros, gate.name.removesuffix("_and_mul"))
 
 
 def integer_linear(x: Tensor, weight: Tensor) -> Tensor:

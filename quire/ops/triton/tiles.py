@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 LEFT_ROWS = {9: 64, 10: 128}  # by the major number of the compute capability; else 16
+FEW_ROWS = 64  # up to so many a product is bound by its weights
 INTERPRETER = (0, 0)  # the capability of none
 # KiB of a processor's memory that programs can share, less what they need for their ends; elsewhere 92.
 _SHARED_KIB = {INTERPRETER: 200, (8, 0): 156, (8, 7): 156, (9, 0): 216, (10, 0): 216, (10, 3): 216}
@@ -78,7 +79,7 @@ def choose(where: Processors, num_rows: int, num_columns: int, x_bits: int, weig
     bytes under way. More are bound by the products: tiles as large as registers hold.
     """
     interpreted, hopper = where.capability == INTERPRETER, where.capability[0] == 9
-    few, coded = num_rows <= 64, weight_bits < x_bits
+    few, coded = num_rows <= FEW_ROWS, weight_bits < x_bits
     turned = (hopper or interpreted) and x_bits < 32 and (few or coded)
     kind = _Kind(where, few, coded, turned, x_bits, weight_bits, interpreted, hopper)
     block_m, block_n = _rows_and_columns(kind, num_rows, num_columns)

@@ -12,7 +12,7 @@ from quire.attention.step import Step
 from quire.errors import ModelLoadError
 from quire.layers.attention import SelfAttention
 from quire.layers.embedding import LearnedPositions, TiedHead, VocabEmbedding
-from quire.layers.linear import Linear, Place
+from quire.layers.linear import Linear, Place, Shard
 from quire.layers.mlp import MLP, GatedMLP
 from quire.layers.norm import LayerNorm, RMSNorm
 from quire.layers.rotary import RopeParameters, rope_table
@@ -116,6 +116,33 @@ def test_mlps() -> None:
     expected = (torch.nn.functional.silu(gate) * up) @ gated.down_proj.weights["weight"].t()
     torch.testing.assert_close(gated(x, STEP), expected)
     torch.testing.assert_close(plain(x, STEP), plain.fc2(plain.fc1(x).clamp(min=0)))
+
+
+def test_a_gate_comes_after_what_adapters_and_ranks_add(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One operation makes a product and its gate only where nothing is between the two."""
+    fused: list[Tensor] = []
+    operation = ops.gated_linear
+
+    def gated_linear(x: Tensor, *operands: Any) -> Tensor:
+        fused.append(x)
+        return operation(x, *operands)
+
+    monkeypatch.setattr(ops, "gated_linear", gated_linear)
+    monkeypatch.setattr(ops, "lora", lambda x, y, *rest: y + 1)
+    monkeypatch.setattr(ops, "gather", lambda y, *rest: y + 2)
+    layer, x = linear(4, 12, bias=True), torch.randn(3, 4)
+    product = layer(x)
+    assert torch.equal(layer(x, gate=ops.gelu_and_mul), ops.gelu_and_mul(product))
+    assert len(fused) == 1
+    own: Any = object()
+    layer.shard = Shard(own, {})
+    assert torch.equal(layer(x, gate=ops.silu_and_mul), ops.silu_and_mul(product))
+    assert len(fused) == 2
+    layer.shard = Shard(own, {}, outputs=(0, 6, 12))
+    assert torch.equal(layer(x, gate=ops.silu_and_mul), ops.silu_and_mul(product + 2))
+    layer.shard, layer.lora = None, own
+    assert torch.equal(layer(x, gate=ops.silu_and_mul), ops.silu_and_mul(product + 1))
+    assert len(fused) == 2
 
 
 def test_unknown_activations_are_refused() -> None:

@@ -46,6 +46,7 @@ OF_ADAPTERS = {"lora", "lora_rows"}  # test_native_lora.py
 NOT_RECORDED = {
     "paged_attention",
     "quantized_linear",
+    "gated_linear",
     "integer_linear",
     "rotary",
     "write_kv",

@@ -50,6 +50,8 @@ def test_products_by_the_vendor() -> None:
     try:
         assert torch.equal(ops.linear(x, weight, bias), torch.nn.functional.linear(x, weight, bias))
         assert ops.linear(x.half(), weight.half(), None, torch.float32).dtype == torch.float32
+        expected = ops.silu_and_mul(ops.linear(x, weight[:4]))
+        assert torch.equal(ops.gated_linear(x, ops.silu_and_mul, weight[:4]), expected)
     finally:
         uninstall()
 

@@ -5,6 +5,7 @@ import torch
 from torch import Tensor
 
 from quire import ops
+from quire.ops.activation import Activation
 from quire.ops.grouped import expand, pack_int4
 from quire.quantization.coded import quantize_fp8, quantize_int4, quantize_int8
 
@@ -101,6 +102,39 @@ def test_grouped(installed: str, kind: str, dtype: torch.dtype, num_columns: int
         assert torch.equal(part, whole[200 - num_rows :])
     wide = ops.quantized_linear(x[:3], codes, scales, None, torch.float32, zeros)
     assert torch.equal(wide, ops.linear(x[:3], dense, None, torch.float32))
+
+
+@pytest.mark.parametrize(
+    ("kind", "dtype", "gate"),
+    [
+        ("plain", torch.bfloat16, ops.silu_and_mul),
+        ("plain", torch.float32, ops.gelu_and_mul),
+        ("int4", torch.bfloat16, ops.gelu_tanh_and_mul),
+        pytest.param("plain", torch.float16, ops.gelu_tanh_and_mul, marks=pytest.mark.slow),
+        pytest.param("int8", torch.bfloat16, ops.gelu_and_mul, marks=pytest.mark.slow),
+        pytest.param("U4_32", torch.bfloat16, ops.silu_and_mul, marks=pytest.mark.slow),
+    ],
+)
+@pytest.mark.parametrize(("num_columns", "size"), [(66, 72), pytest.param(2, 136, marks=pytest.mark.slow)])
+def test_a_gated_product(
+    installed: str, num_columns: int, size: int, kind: str, dtype: torch.dtype, gate: Activation
+) -> None:
+    """In one kernel it is, to the last bit, what the product and its activation are one after the other."""
+    x, dense = draw(70, size, dtype=dtype).to(installed), draw(num_columns, size, seed=1) * size**-0.5
+    bias = draw(num_columns, dtype=dtype, seed=2).to(installed) if size < 100 else None
+    if kind == "plain":
+        operands = [dense.to(dtype).to(installed), bias]
+        product = ops.linear(x, *operands)
+    else:
+        weight, *others = grouped(kind, num_columns, size) if kind == "U4_32" else quantized(kind, dense)
+        operands = [weight.to(installed), bias, *(part.to(installed) for part in others)]
+        product = ops.quantized_linear(x, operands[0], operands[2], bias, None, *operands[3:])
+    whole = gate(product)
+    assert whole.shape == (70, num_columns // 2)
+    for num_rows in (0, 1, 17, 64, 65):
+        part = ops.gated_linear(x[70 - num_rows :], gate, *operands)
+        assert part.dtype == dtype
+        assert torch.equal(part, whole[70 - num_rows :]), num_rows
 
 
 def test_four_bits_made_here_are_multiplied_like_numbers(installed: str) -> None:
