@@ -15,6 +15,7 @@ from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from quire.ops.activation import Activation
+from quire.ops.quantized import quantized_linear as reference
 from quire.ops.triton.activation import activate
 from quire.ops.triton.common import begin_kernel, dot, fetch, launch, narrow, widen
 from quire.ops.triton.quantized import CODES, expand, group_of
@@ -191,6 +192,10 @@ def quantized_linear(
 
     gate: an activation; of few rows alone, whose tiles lie in registers as `which` says.
     """
+    where = processors(x.device)
+    if x.dtype == torch.float32 and scales is not None and where.capability[0] == 10:
+        # There Triton multiplies as TF32, whatever it is told, what it has seen widened from fewer bits.
+        return reference.reference(x, weight, scales, bias, out_dtype, zeros)
     num_rows, size = x.shape
     num_columns, group = weight.shape[0] // (2 if gate else 1), group_of(weight, scales, zeros, size)
     x = x if x.stride(1) == 1 else x.contiguous()
@@ -198,7 +203,7 @@ def quantized_linear(
     if not out.numel():
         return out
     bits = 4 if weight.dtype == torch.uint8 else weight.itemsize * 8
-    tiles = choose(processors(x.device), num_rows, weight.shape[0], x.itemsize * 8, bits)
+    tiles = choose(where, num_rows, weight.shape[0], x.itemsize * 8, bits)
     described = tiles.described and scales is None and all(map(_is_even, (x, weight)))
     inputs: list[Any] = [x, weight.view(torch.uint8) if group else weight]
     if described:

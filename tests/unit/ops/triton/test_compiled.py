@@ -38,4 +38,7 @@ def test_every_kernel_compiles(capability: int) -> None:
     assert products.keys() == {("_linear", "bf16"), ("_linear", "fp32"), ("_linear", "i8"), ("_products", "bf16")}
     for (_, dtype), kinds in products.items():
         [kind] = kinds
-        assert kind.startswith("fma" if dtype == "fp32" else INSTRUCTIONS[capability])
+        if dtype == "i8" and capability == 100:
+            assert kind.startswith("mma.sync.")  # Triton has no other for integers there; their sums are exact by any
+        else:
+            assert kind.startswith("fma" if dtype == "fp32" else INSTRUCTIONS[capability])
