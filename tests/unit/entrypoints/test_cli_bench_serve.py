@@ -367,7 +367,7 @@ def test_flags_that_make_no_sense(
         pytest.param(["--random-range-ratio", "0.5"], marks=pytest.mark.slow),
     ],
 )
-@pytest.mark.parametrize("vocabulary", [True, False])
+@pytest.mark.parametrize("vocabulary", [True, pytest.param(False, marks=pytest.mark.slow)])
 def test_default_lengths_fit_a_short_context(
     server: Any, bench: Any, flags: list[str], vocabulary: bool, capsys: pytest.CaptureFixture[str]
 ) -> None:

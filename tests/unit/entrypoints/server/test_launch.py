@@ -107,7 +107,7 @@ def test_running_requests_may_finish(make_state: State, async_llm: Any) -> None:
     assert b"data: [DONE]" in answer
 
 
-@pytest.mark.parametrize(("timeout", "num_signals"), [(0, 1), (600, 2)])
+@pytest.mark.parametrize(("timeout", "num_signals"), [(0, 1), pytest.param(600, 2, marks=pytest.mark.slow)])
 def test_what_is_left_ends_with_an_error(make_state: State, async_llm: Any, timeout: int, num_signals: int) -> None:
     many_words(async_llm, seconds=600)
 
@@ -181,7 +181,14 @@ def test_the_engines_death_ends_the_server(make_state: State, async_llm: Any, mo
 LONG_BODY = b"POST /tokenize HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\ncontent-length: 1000\r\n\r\n{"
 
 
-@pytest.mark.parametrize("first", [b"", b"GET / HT", b"GET /health HTTP/1.1\r\nhost: x\r\n", LONG_BODY])
+@pytest.mark.parametrize(
+    "first",
+    [
+        b"GET / HT",
+        LONG_BODY,
+        *(pytest.param(text, marks=pytest.mark.slow) for text in (b"", b"GET /health HTTP/1.1\r\nhost: x\r\n")),
+    ],
+)
 def test_a_request_that_never_ends_is_given_up(make_state: State, first: bytes) -> None:
     async def story() -> None:
         async with running(make_state(timeout_headers=0.3, timeout_body=0.4)) as (_, port):
@@ -234,7 +241,7 @@ def test_deadlines_are_for_each_request_anew(make_state: State, async_llm: Any) 
     asyncio.run(story())
 
 
-@pytest.mark.parametrize("leave", ["write_eof", "close"])
+@pytest.mark.parametrize("leave", ["write_eof", pytest.param("close", marks=pytest.mark.slow)])
 def test_a_client_that_leaves_ends_its_request(make_state: State, async_llm: Any, leave: str) -> None:
     many_words(async_llm, seconds=600)
 

@@ -32,7 +32,10 @@ def assert_near(ours: Tensor, theirs: Tensor, dtype: torch.dtype) -> None:
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize(("num_columns", "size"), [(1, 1), (33, 100), (200, 136), (97, 64)])
+@pytest.mark.parametrize(
+    ("num_columns", "size"),
+    [(1, 1), (33, 100), *(pytest.param(*large, marks=pytest.mark.slow) for large in ((200, 136), (97, 64)))],
+)
 def test_linear(installed: str, dtype: torch.dtype, num_columns: int, size: int) -> None:
     x, weight = draw(130, size, dtype=dtype), draw(num_columns, size, dtype=dtype, seed=1) * size**-0.5
     x, weight, bias = x.to(installed), weight.to(installed), draw(num_columns, dtype=dtype, seed=2).to(installed)
@@ -50,7 +53,7 @@ def test_linear(installed: str, dtype: torch.dtype, num_columns: int, size: int)
 @pytest.mark.sweep
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("kind", ["int8", "int4", "fp8"])
-@pytest.mark.parametrize(("num_columns", "size"), [(33, 70), (70, 256), (7, 33)])
+@pytest.mark.parametrize(("num_columns", "size"), [(33, 70), (7, 33), pytest.param(70, 256, marks=pytest.mark.slow)])
 def test_quantized(installed: str, kind: str, dtype: torch.dtype, num_columns: int, size: int) -> None:
     x, dense = draw(130, size, dtype=dtype).to(installed), draw(num_columns, size, seed=1) * size**-0.5
     weight, scales = (part.to(installed) for part in quantized(kind, dense))
@@ -85,8 +88,8 @@ def grouped(kind: str, num_columns: int, size: int) -> tuple[Tensor, Tensor, Ten
 @pytest.mark.parametrize(
     ("num_columns", "size"),
     [
-        *((33, 32), (7, 96), (1, 160), (70, 256)),
-        *(pytest.param(*large, marks=pytest.mark.slow) for large in ((200, 288), (16, 544))),
+        *((33, 32), (1, 160)),
+        *(pytest.param(*large, marks=pytest.mark.slow) for large in ((7, 96), (70, 256), (200, 288), (16, 544))),
     ],
 )
 def test_grouped(installed: str, kind: str, dtype: torch.dtype, num_columns: int, size: int) -> None:
