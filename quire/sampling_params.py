@@ -80,19 +80,22 @@ _Rule = tuple[type[int] | type[float], bool, _Range]  # of a number: its kind, w
 
 
 class _TakesGuided(NamesUnknownKeywords):
-    """Takes the server's older names as well: guided_json=x is guided_decoding={"json": x}."""
+    """Takes the server's older names as well: guided_json=x is guided_decoding={"json": x}.
+
+    A refusal names what the caller wrote, and not the field that it became.
+    """
 
     def __call__(cls, *args, **kwargs):
-        old = {name: kwargs.pop(f"guided_{name}", None) for name in CONSTRAINTS}
-        if given := {name: value for name, value in old.items() if value is not None}:
+        if given := {name: old for name in CONSTRAINTS if (old := kwargs.pop(f"guided_{name}", None)) is not None}:
             kwargs["guided_decoding"] = [given, other] if (other := kwargs.get("guided_decoding")) else given
         try:
             return super().__call__(*args, **kwargs)
         except InvalidRequestError as error:
-            if not given or error.param != "structured_outputs":
+            if kwargs.get("guided_decoding") is None or error.param != "structured_outputs":
                 raise
-            names = " and ".join(f"guided_{name}" for name in given)
-            message = str(error).replace("structured_outputs.", "guided_").replace("structured_outputs", names)
+            names = " and ".join(f"guided_{name}" for name in given) or "guided_decoding"
+            prefix = "guided_" if given else "guided_decoding."
+            message = str(error).replace("structured_outputs.", prefix).replace("structured_outputs", names)
             raise InvalidRequestError(message, names.partition(" ")[0]) from None
 
 

@@ -397,6 +397,9 @@ def test_the_oldest_names_of_structures() -> None:
         ({"guided_regex": ""}, "guided_regex", "guided_regex must be a non-empty string"),
         ({"guided_json": 3}, "guided_json", "guided_json must be a dict, or JSON text"),
         ({"guided_json": {}, "guided_regex": "a"}, "guided_json", "guided_json and guided_regex must have exactly one"),
+        ({"guided_decoding": {}}, "guided_decoding", "guided_decoding must have exactly one"),
+        ({"guided_decoding": {"regex": ""}}, "guided_decoding", r"guided_decoding\.regex must be a non-empty string"),
+        ({"structured_outputs": {}}, "structured_outputs", "structured_outputs must have exactly one"),
     ]:
         with pytest.raises(InvalidRequestError, match=f"^{reason}") as caught:
             SamplingParams(**fields)
