@@ -34,8 +34,8 @@ def add_throughput_flags(parser: ArgumentParser) -> None:
     """The flags of `quire bench throughput`."""
     help_text = 'prompts instead of random ones: text, one a line, .jsonl of {"prompt": ..., "max_tokens": ...}, or '
     help_text += "ShareGPT's .json of conversations"
-    parser.add_argument("--dataset", "--dataset-path", metavar="FILE", help=help_text)
-    parser.add_argument("--dataset-name", choices=["random", "custom", "sharegpt"], help="what --dataset holds")
+    parser.add_argument("--dataset-path", "--dataset", dest="dataset", metavar="FILE", help=help_text)
+    parser.add_argument("--dataset-name", choices=["random", "custom", "sharegpt"], help="what --dataset-path holds")
     parser.add_argument("--num-prompts", type=positive_int, metavar="N", help="requests (default: 100, or all given)")
     _add_shape_flags(parser, input_len=64, output_len=64)
     add_engine_flags(parser)
@@ -84,7 +84,7 @@ def run_throughput(namespace: Namespace) -> None:
     if (name := namespace.dataset_name) and (name == "random") is bool(namespace.dataset):
         raise ConfigError(f"--dataset-name {name} {'takes no' if namespace.dataset else 'needs a'} --dataset-path.")
     if namespace.dataset:
-        requests = read_prompts(namespace.dataset, "--dataset", namespace.num_prompts, namespace.output_len)
+        requests = read_prompts(namespace.dataset, "--dataset-path", namespace.num_prompts, namespace.output_len)
     llm, _ = load(namespace)
     engine = _tell_engine(llm)
     if not requests:

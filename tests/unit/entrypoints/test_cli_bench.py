@@ -106,5 +106,6 @@ def test_bench_throughput_of_a_dataset(fake_llm: Any, tmp_path: Path, capsys: py
     assert fake_llm.made[1].calls[0][0] == ["a"]
     assert main(["bench", "throughput", "--dataset", str(tmp_path / "bad.jsonl")]) == 2
     assert "record 2" in capsys.readouterr().err
-    assert main(["bench", "throughput", "--dataset", str(tmp_path / "gone.txt")]) == 2
+    assert main(["bench", "throughput", "--dataset-path", str(tmp_path / "gone.txt")]) == 2
+    assert "--dataset-path" in capsys.readouterr().err
     assert len(fake_llm.made) == 2
