@@ -5,6 +5,7 @@ usual. How large a body may be is the middleware's matter.
 """
 
 import gc
+import re
 from collections.abc import Callable, Coroutine, Sequence
 from typing import Any
 
@@ -17,6 +18,8 @@ from quire.errors import InvalidRequestError
 
 _TELL_OF_THE_SERVER = frozenset(("server", "models", "responses", "ollama"))  # tags of routes that need no model
 
+_NEAR_END = 11  # bytes: half of a pair is six, and with five more behind it the other half can't be missing
+_ENDS_IN_HALF = re.compile(rb"\\u[dD][89abAB][0-9a-fA-F]{2}[^\\]{1,5}\Z")
 _FROM_BROWSERS = frozenset(("origin", "sec-fetch-site"))  # headers that a foreign page's request has
 
 
@@ -85,7 +88,9 @@ def decode_object(body: bytes) -> dict[str, Any]:
     except UnicodeDecodeError:
         raise InvalidRequestError("the body is not valid UTF-8.") from None
     except ValueError as error:  # msgspec.DecodeError, or an integer of more digits than Python reads
-        raise InvalidRequestError(f"the body is not valid JSON: {error}.") from None
+        # Half of a pair as the last character: msgspec looks beyond the body's end for the other half.
+        cause = "half of a surrogate pair stands alone" if _ENDS_IN_HALF.search(body[-_NEAR_END:]) else error
+        raise InvalidRequestError(f"the body is not valid JSON: {cause}.") from None
     finally:
         if collects:
             gc.enable()
