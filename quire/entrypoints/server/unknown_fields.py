@@ -5,7 +5,7 @@ model keeps such fields (`extra="allow"`). What asks for a feature that is not t
 `answer_vllms` where vLLM alone knows the field.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from pydantic import BaseModel
@@ -67,9 +67,10 @@ class UnknownFieldLog:
     def __init__(self) -> None:
         self._noted: set[str] = set()
 
-    def note(self, body: BaseModel) -> None:
-        """One warning for all names in the body that were not noted before."""
+    def note(self, body: BaseModel, sent_as: Mapping[str, str] | None = None) -> None:
+        """One warning for all names in the body that were not noted before; `sent_as`: what the client calls some."""
         names = unknown_fields(body)[:_MOST_NOTED]  # a body may have a million of them
+        names = [(sent_as or {}).get(name, name) for name in names]
         names = [name for name in dict.fromkeys(names) if name[:_LONGEST_NAME] not in self._noted]
         if names and len(self._noted) < _MOST_NOTED:
             self._noted.update(name[:_LONGEST_NAME] for name in names[:_MOST_SHOWN])

@@ -4,7 +4,7 @@
 """
 
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -33,15 +33,24 @@ _SWITCH = "enable_thinking"  # what other templates have instead of an effort
 
 
 async def read_chat(
-    state: ServerState, body: ChatCompletionRequest, request_id: str, prompt_only: bool = False
+    state: ServerState,
+    body: ChatCompletionRequest,
+    request_id: str,
+    prompt_only: bool = False,
+    sent_as: Mapping[str, str] | None = None,
 ) -> "tuple[TurnRequest, ChatWriter]":
-    """See `Read`. `prompt_only`: nobody will answer, so it does not matter whether calls could be understood."""
+    """See `Read`.
+
+    Args:
+        prompt_only: nobody will answer, so it does not matter whether calls could be understood.
+        sent_as: what the client calls some fields, for the log.
+    """
     request_id = body.request_id or request_id
     model = state.admit(body)
     offer = read_offer(body.tools, body.tool_choice, body.parallel_tool_calls)
     params = held_to(chat_params(body, state.llm), state.args.structure)
     text = await _render(state, body)
-    state.unknown_fields.note(body)  # what is of no use to the template
+    state.unknown_fields.note(body, sent_as)  # what is of no use to the template
     try:
         with named(names_of(body)):
             parsing = plan_parsing(state, text, params, offer, body)

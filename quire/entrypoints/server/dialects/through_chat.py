@@ -45,7 +45,7 @@ async def read_through_chat(
     """Read a body as the chat request that has its sampling fields and these.
 
     Args:
-        names: chat's fields -> those of the body, for errors.
+        names: chat's fields -> those of the body, for errors and the log.
 
     Raises:
         InvalidRequestError, OverloadedError: as `Read`.
@@ -57,7 +57,7 @@ async def read_through_chat(
     given |= {name: value for name, value in fields.items() if value is not None}
     with renamed(names):
         request = validated(ChatCompletionRequest, {"model": body.model, "stream": body.stream, **given})
-        turn, writer = await read_chat(state, request, request_id, prompt_only)
+        turn, writer = await read_chat(state, request, request_id, prompt_only, names)
     for name in request.model_extra or ():
         ignore(body, names.get(name, name))
     # What the engine refuses later has the engine's names.

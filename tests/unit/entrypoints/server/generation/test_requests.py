@@ -269,6 +269,7 @@ def test_what_is_of_no_use_to_the_template_is_ignored_and_noted(
     assert answer.headers["x-quire-warnings"] == (
         "unknown fields, which are ignored: 'reasoning.effort', 'text.verbosity'"
     )
+    assert caplog.messages[1:] == [f"a request has {answer.headers['x-quire-warnings']}"]
 
 
 HARMLESS: dict[str, Any] = {
