@@ -22,7 +22,7 @@ from quire.engine.observer import Observer
 from quire.engine.output_processor import OutputProcessor, RequestRecord
 from quire.engine.output_stream import OutputStream
 from quire.engine.tokenizer import Tokenizer, config_tokenizer
-from quire.errors import ConfigError, EngineDeadError, InvalidRequestError, OverloadedError, RequestFailedError
+from quire.errors import ConfigError, EngineDeadError, InvalidRequestError, OverloadedError, RequestFailedError, require
 from quire.inputs import PreparedPrompt, PromptType
 from quire.lora.request import AdapterRequest, PromptAdapterRequest, one_adapter
 from quire.outputs import PoolingOutput, PoolingRequestOutput, RequestOutput
@@ -34,10 +34,12 @@ from quire.protocol.stats import EngineSnapshot, EngineStats, Limits
 from quire.sampling_params import BeamSearchParams, RequestOutputKind, SamplingParams
 from quire.scheduler.live_limits import limits_of
 from quire.utils.logs import quoted
+from quire.utils.values import strings
 
 _Prompt = PromptType | PreparedPrompt
 Starter = Callable[[EngineArgs, EngineConfig, "AsyncOptions"], CoreClient]
 _LONGEST_ID = 64  # characters of a caller's id that the engine's own has
+_ONE_TOKEN = SamplingParams(max_tokens=1, temperature=0.0, detokenize=False)  # for the sake of its prompt
 _FAILED = "the engine failed to compute this request; the server's log says why."
 
 
@@ -218,7 +220,8 @@ class AsyncLLM:
         """
         from torch import tensor  # slow to import, and for few
 
-        asked = pooling_params or PoolingParams()
+        asked = PoolingParams() if pooling_params is None else pooling_params
+        require(isinstance(asked, PoolingParams), "pooling_params", asked, "PoolingParams, or None")
         prepared = await self.prepare(prompt, asked.sampling_params(self.model_config.hidden_size))
         # To its end, before anything is yielded: callers take what they wanted, and leave.
         for one in [each async for each in self.generate(replace(prepared, pools=True), None, request_id, **terms)]:
@@ -232,8 +235,7 @@ class AsyncLLM:
 
     async def add_lora(self, lora_request: AdapterRequest) -> bool:
         """Have an adapter loaded, before a request asks for it. Raises as `generate` does."""
-        params = SamplingParams(max_tokens=1, temperature=0.0, detokenize=False)
-        async for _ in self.generate({"prompt_token_ids": [0]}, params, lora_request=lora_request):
+        async for _ in self.generate({"prompt_token_ids": [0]}, _ONE_TOKEN, lora_request=lora_request):
             pass
         return True
 
@@ -259,7 +261,7 @@ class AsyncLLM:
 
     async def abort(self, request_id: str | Iterable[str]) -> None:
         """End requests now; their iterators yield one last output ("abort"). Unknown ids are ignored."""
-        wanted = {request_id} if isinstance(request_id, str) else set(request_id)
+        wanted = set(strings("request_id", [request_id] if isinstance(request_id, str | None) else request_id))
         internal = [own for own, external in self._external.items() if external in wanted]
         if internal and self._monitor.dead is None:
             self._aborted_early.update(own for own in internal if own not in self._outputs.records)
@@ -294,8 +296,7 @@ class AsyncLLM:
         self, prompt: PromptType, name: str | None = None, add_special_tokens: bool = True
     ) -> PinnedPrefix:
         """Compute a prompt and keep its blocks until they are unpinned: see `LLM.pin_prefix`."""
-        params = SamplingParams(max_tokens=1, temperature=0.0, detokenize=False)
-        prepared = await self.prepare(prompt, params, add_special_tokens)
+        prepared = await self.prepare(prompt, _ONE_TOKEN, add_special_tokens)
         async for _ in self.generate(prepared):
             pass
         name = name or f"prefix-{next(self._ids)}"
@@ -399,8 +400,7 @@ class AsyncLLM:
         elif isinstance(event, Refused):
             self._refuse(event)
         elif isinstance(event, Reply):
-            future = self._calls.get(event.call_id)
-            if future is not None and not future.done():
+            if (future := self._calls.get(event.call_id)) is not None and not future.done():
                 future.set_result(event.value) if event.fault is None else future.set_exception(event.fault.error())
         elif isinstance(event, Dead):
             self._monitor.die(event.message)

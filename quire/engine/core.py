@@ -12,7 +12,7 @@ from typing import Any, Protocol, TypeVar
 from msgspec import structs
 
 from quire.engine.interrupts import InterruptShield
-from quire.errors import EngineDeadError, InvalidRequestError, OverloadedError, RequestFailedError, require
+from quire.errors import EngineDeadError, OverloadedError, RequestFailedError, require
 from quire.executor.base import Executor
 from quire.lora.places import AdapterPlaces
 from quire.protocol.cache import PinnedPrefix
@@ -182,10 +182,12 @@ class EngineCore:
 
     def pin_prefix(self, name: str, token_ids: list[int], cache_salt: str | None) -> PinnedPrefix:
         """Keep the blocks of a prompt that was just computed: see `Scheduler.pin_prefix`."""
+        require(isinstance(name, str), "name", name, "a string, or None for one that is made up")
         return self.scheduler.pin_prefix(name, token_ids, cache_salt)
 
     def unpin_prefix(self, name: str) -> bool:
         """Let a pinned prefix be evicted; False where there is none of this name."""
+        require(isinstance(name, str), "name", name, "a string, as pin_prefix returned it")
         return self.scheduler.kv.pins.remove(name)
 
     def pinned_prefixes(self) -> list[PinnedPrefix]:
@@ -200,8 +202,7 @@ class EngineCore:
         Args:
             level: 1 wakes up with the weights that it had; 2 with those of its start, unless it is given others.
         """
-        if level not in (1, 2):
-            raise InvalidRequestError(f"level must be 1 or 2, got {level}.", "level")
+        require(level in (1, 2), "level", level, "1 or 2")
         if not self._begin_anew():
             return False
         self._asleep, self._sleep_state = set(_PARTS), SLEEP_STATES[level]

@@ -69,11 +69,8 @@ class InputProcessor:
         speculative = self._config.speculative
         refuses_logprobs = speculative is not None and speculative.disable_logprobs and params.speculative
         if refuses_logprobs and params.logprobs is not None:
-            raise InvalidRequestError(
-                f"logprobs={params.logprobs} is refused, as this engine's speculative_config has disable_logprobs; "
-                "leave it out, or set speculative=False.",
-                "logprobs",
-            )
+            why = "as this engine's speculative_config has disable_logprobs; leave it out, or set speculative=False"
+            raise InvalidRequestError(f"logprobs={params.logprobs} is refused, {why}.", "logprobs")
         if params.logits_processors and not self._calls_functions:
             message = "logits_processors are Python functions, which only a model in this process can call"
             remedy = 'AsyncOptions(engine="thread") and distributed_executor_backend="uni"'
@@ -162,11 +159,9 @@ class InputProcessor:
             raise bad_prompt("the prompt is empty: this tokenizer makes no token of it; pass some text.")
         size = self._model.vocab_size
         if (largest := max(token_ids)) >= size:
-            raise bad_prompt(
-                f"the text holds the token {self._tokenizer.convert_ids_to_tokens(largest)!r} (id {largest}), which is "
-                f"out of the model's vocabulary, 0 to {size - 1}. Drop it from the text, or use a tokenizer made for "
-                "this model."
-            )
+            token = f"{self._tokenizer.convert_ids_to_tokens(largest)!r} (id {largest})"
+            why = f"the text holds the token {token}, which is out of the model's vocabulary, 0 to {size - 1}"
+            raise bad_prompt(f"{why}. Drop it from the text, or use a tokenizer made for this model.")
         return token_ids
 
     def _check_token_ids(self, token_ids: Any) -> list[int]:

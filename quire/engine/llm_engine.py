@@ -27,6 +27,7 @@ from quire.protocol.step import SequenceOutput
 from quire.sampling_params import SamplingParams
 from quire.scheduler.limits import check_is_new
 from quire.text.tokenizer import Tokenizer
+from quire.utils.values import strings
 
 Starter = Callable[[EngineArgs, EngineConfig], Core]
 
@@ -136,7 +137,7 @@ class LLMEngine:
     def abort_request(self, request_id: str | Iterable[str]) -> None:
         """End requests now; their final outputs ("abort") come with the next step. Unknown ids are ignored."""
         with self.core.interrupts:
-            for one in [request_id] if isinstance(request_id, str) else list(request_id):
+            for one in strings("request_id", [request_id] if isinstance(request_id, str | None) else request_id):
                 if one in self._outputs.records:
                     self._pending.extend(self.core.abort(one))
 

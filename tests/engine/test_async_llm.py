@@ -173,6 +173,25 @@ def test_what_runs_is_ended_or_waited_for_when_it_is_to_sleep(engine: Engine) ->
     assert engine.run(sleep_beside("wait")) == (True, "length")
 
 
+def test_odd_arguments_are_refused_by_name(engine: Engine) -> None:
+    async def last(outputs: Any) -> None:
+        async for _ in outputs:
+            pass
+
+    llm: Any = engine.llm
+    with pytest.raises(InvalidRequestError, match="^pooling_params must be PoolingParams, or None; it is 5"):
+        engine.run(last(llm.encode("a", 5, "r")))
+    with pytest.raises(InvalidRequestError, match="^pooling_params must be PoolingParams, or None; it is Sampling"):
+        engine.run(last(llm.encode("a", SamplingParams(), "r")))
+    for odd in (5, None, [5], [None]):
+        with pytest.raises(InvalidRequestError, match="^request_id must be a list of "):
+            engine.run(llm.abort(odd))
+    for odd in ([], None, 5):
+        with pytest.raises(InvalidRequestError, match="^name must be a string, as pin_prefix returned it; it is "):
+            engine.run(llm.unpin_prefix(odd))
+    engine.run(llm.abort({"nobody's"}))
+
+
 def test_an_abort_while_the_prompt_is_encoded_is_not_lost(engine: Engine) -> None:
     """A long prompt is encoded in a thread: when the abort comes, the engine has not heard of the request."""
     params = SamplingParams(temperature=0.0, max_tokens=100, ignore_eos=True, truncate_prompt_tokens=9)

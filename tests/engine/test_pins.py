@@ -64,6 +64,10 @@ def test_what_cannot_be_pinned_leaves_nothing_pinned() -> None:
     assert llm.reset_prefix_cache()
     assert llm.pinned_prefixes() == []
     llm.llm_engine.check_integrity()
+    with pytest.raises(InvalidRequestError, match=r"^name must be a string, .*; it is \['a'\]"):
+        llm.pin_prefix({"prompt_token_ids": SYSTEM}, name=["a"])  # type: ignore[arg-type]
+    with pytest.raises(InvalidRequestError, match="^name must be a string, as pin_prefix returned it; it is None"):
+        llm.unpin_prefix(None)  # type: ignore[arg-type]
     with pytest.raises(InvalidRequestError, match="enable_prefix_caching"):
         make(enable_prefix_caching=False).pin_prefix({"prompt_token_ids": SYSTEM})
 
