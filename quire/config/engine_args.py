@@ -280,6 +280,7 @@ class EngineArgs:
             speculative=speculative,
             draft=self._draft_model(speculative, model) if speculative and method in CACHED_METHODS else None,
             heads=self._heads(speculative) if speculative and method in HEAD_METHODS else None,
+            kv_events=read_options(KVEventsConfig, self.kv_events_config or {}, "kv_events_config"),
         )
 
     def _speculative(self) -> SpeculativeConfig | None:
@@ -330,11 +331,7 @@ class EngineConfig:
     draft: ModelConfig | None = None
     heads: Path | None = None
     quantization: str | None = None  # a checkpoint's own method, too
-
-    @property
-    def kv_events(self) -> KVEventsConfig:
-        """How KV events are published."""
-        return read_options(KVEventsConfig, self.args.kv_events_config or {}, "kv_events_config")
+    kv_events: KVEventsConfig = KVEventsConfig()
 
     @property
     def swap_bytes(self) -> int:

@@ -5,6 +5,7 @@
 """
 
 import time
+from contextlib import ExitStack
 from dataclasses import fields
 from typing import Any, TypeVar
 
@@ -19,7 +20,6 @@ from quire.executor.select import select_executor
 from quire.kvcache.capacity import CacheRequest, num_bytes, plan_cache
 from quire.kvcache.manager import KVManager
 from quire.protocol.cache import CacheLayout
-from quire.protocol.kv_events import KVEventSink
 from quire.protocol.worker import WorkerReport
 from quire.scheduler.scheduler import Scheduler
 from quire.structured.manager import GrammarManager
@@ -69,28 +69,32 @@ def build_core(
     """
     start = time.perf_counter()
     built_family(config.model.architecture, config.model.model)
-    if executor is None:
-        executor = select_executor(worker_config(config), config.args)
-    loaded = executor.start(progress=show_progress)
-    layout, stored = _initialize_cache(config, executor)
-    if (limit := layout.max_model_len) < (asked := config.model.max_model_len):
-        logger.warning("max_model_len lowered from %d to %d tokens: that is what the KV cache holds", asked, limit)
-        config = config.with_max_model_len(limit)
-    logger.info("model: %s, %s; context %d tokens", config.model.model, config.model.dtype, limit)
-    logger.info("%s", _describe(loaded))
-    blocks, size = " + ".join(map(str, layout.num_blocks)), layout.block_size
-    held = f"{blocks} blocks of {size} tokens, {max(layout.num_blocks, default=0) * size} tokens in all"
-    logger.info("KV cache: %s; engine ready in %.2f s", held, time.perf_counter() - start)
-    publisher: KVEventSink | None = None
-    if config.kv_events.is_on:
-        from quire.engine.kv_events import KVEventPublisher  # ZeroMQ comes in here: few engines need it
+    with ExitStack() as undo:
+        publisher = None
+        if config.kv_events.is_on:
+            from quire.engine.kv_events import KVEventPublisher  # ZeroMQ comes in here: few engines need it
 
-        publisher = KVEventPublisher(config.kv_events, rank)
-    kv = KVManager(layout, config.args.enable_prefix_caching, publisher is not None, stored)
-    scheduler = Scheduler(config.scheduler, kv, grammars=_grammars(config))
-    return EngineCore(
-        scheduler, executor, publisher=publisher, debug=config.args.debug, num_places=config.args.num_adapter_places
-    )
+            # Before the model loads, which may take minutes: its addresses may be wrong, or taken.
+            publisher = KVEventPublisher(config.kv_events, rank)
+            undo.callback(publisher.close)
+        if executor is None:
+            executor = select_executor(worker_config(config), config.args)
+        loaded = executor.start(progress=show_progress)
+        layout, stored = _initialize_cache(config, executor)
+        if (limit := layout.max_model_len) < (asked := config.model.max_model_len):
+            logger.warning("max_model_len lowered from %d to %d tokens: that is what the KV cache holds", asked, limit)
+            config = config.with_max_model_len(limit)
+        logger.info("model: %s, %s; context %d tokens", config.model.model, config.model.dtype, limit)
+        logger.info("%s", _describe(loaded))
+        blocks, size = " + ".join(map(str, layout.num_blocks)), layout.block_size
+        held = f"{blocks} blocks of {size} tokens, {max(layout.num_blocks, default=0) * size} tokens in all"
+        logger.info("KV cache: %s; engine ready in %.2f s", held, time.perf_counter() - start)
+        kv = KVManager(layout, config.args.enable_prefix_caching, publisher is not None, stored)
+        scheduler = Scheduler(config.scheduler, kv, grammars=_grammars(config))
+        undo.pop_all()
+        return EngineCore(
+            scheduler, executor, publisher=publisher, debug=config.args.debug, num_places=config.args.num_adapter_places
+        )
 
 
 def _grammars(config: EngineConfig) -> GrammarManager | None:

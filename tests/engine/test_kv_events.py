@@ -2,11 +2,15 @@
 
 import time
 from pathlib import Path
+from typing import Any
 
 import msgspec
+import pytest
 import zmq
 
-from quire import LLM, SamplingParams
+from quire import LLM, EngineArgs, SamplingParams
+from quire.engine.build import build_core
+from quire.errors import ConfigError, ModelLoadError
 from quire.protocol.kv_events import AllBlocksCleared, BlockRemoved, BlockStored, KVEventBatch
 
 
@@ -45,3 +49,28 @@ def test_a_subscriber_knows_what_the_engine_holds(tmp_path: Path) -> None:
     assert num_cleared == 1
     assert list(known.values()) == [[9] * 16] * 2
     llm.llm_engine.shutdown()
+
+
+class Unloadable:
+    """An executor whose model is broken."""
+
+    max_in_flight = 1
+
+    def start(self, **_: Any) -> None:
+        raise ModelLoadError("broken")
+
+
+def test_addresses_are_taken_before_the_model_loads() -> None:
+    """And given back where it can't be."""
+    with zmq.Context() as context, context.socket(zmq.PUB) as socket:
+        port = socket.bind_to_random_port("tcp://127.0.0.1")
+        options = {"enable_kv_cache_events": True, "endpoint": f"tcp://*:{port}"}
+        config = EngineArgs(model="demo", kv_events_config=options).resolve()
+        executor: Any = Unloadable()
+        with pytest.raises(
+            ConfigError, match="^kv_events_config: no events can be published at .*: Address already in"
+        ):
+            build_core(config, False, executor)
+    for _ in range(2):
+        with pytest.raises(ModelLoadError):
+            build_core(config, False, executor)

@@ -164,6 +164,11 @@ def test_engines_that_no_machine_has(name: str, most: int) -> None:
         EngineArgs(**given)
 
 
+def test_kv_events_are_read_before_a_model_is() -> None:
+    with pytest.raises(ConfigError, match="^kv_events_config: publisher must be one of 'zmq', 'null', got 'kafka'"):
+        EngineArgs(model="demo", kv_events_config={"publisher": "kafka"}).resolve()
+
+
 def test_prompts_may_share_a_step() -> None:
     resolved = EngineArgs(model="demo", long_prefill_token_threshold=64).resolve()
     assert resolved.scheduler.long_prefill_token_threshold == 64
