@@ -40,6 +40,7 @@ from quire.entrypoints.server.options import ServerArgs
 from quire.entrypoints.server.parsers.registry import THOUGHT_NAMES, TOOL_NAMES, check_name
 from quire.entrypoints.server.parsing import warm_up
 from quire.entrypoints.server.replicas import start_engines
+from quire.entrypoints.server.response_store import open_store
 from quire.entrypoints.server.state import ServerState
 from quire.errors import ConfigError, EngineDeadError, InvalidRequestError, QuireError
 from quire.text.template import RESERVED_NAMES, ChatTemplate
@@ -73,6 +74,7 @@ def serve(args: ServerArgs, engine_args: EngineArgs, catalog: Catalog | None = N
     check_chat_options(args)
     for path in args.middleware or ():
         imported(path)  # before the model is
+    open_store(args.response_store, args.response_store_max_bytes, args.response_store_seconds)  # likewise
     _open_standard_streams()
     _configure_logging(args)
     _raise_file_limit()

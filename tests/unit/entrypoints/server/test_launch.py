@@ -18,6 +18,7 @@ from typing import Any
 
 import pytest
 
+from quire.config.engine_args import EngineArgs
 from quire.entrypoints.server import launch
 from quire.entrypoints.server.address import bound_socket, describe_address, ssl_context
 from quire.entrypoints.server.launch import Server, read_chat_template, watch_stalls
@@ -307,6 +308,15 @@ def test_stalls_of_the_event_loop_are_measured(num_in_flight: int, seconds: floa
 
     asyncio.run(story())
     assert 0.2 < state.metrics.event_loop_max_stall < 10
+
+
+def test_a_store_that_cannot_be_used_is_told_before_the_model_loads(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(launch, "load", lambda *_: pytest.fail("it loads"))
+    store = str(tmp_path / "no" / "responses.db")
+    with pytest.raises(ConfigError, match="^response_store .* can't be used as an SQLite file"):
+        launch.serve(ServerArgs(port=0, response_store=store), EngineArgs(model="demo"))
 
 
 def test_an_idle_server_looks_at_its_event_loop_rarely(monkeypatch: pytest.MonkeyPatch) -> None:
