@@ -28,6 +28,7 @@ _T = TypeVar("_T")
 Script = Generator[None, None, _T]
 MAX_NAME = 256  # characters of a tool's name
 _SURE = 4  # characters of a mark that nothing but a call begins with
+_BROKEN = "\ufffd"  # stands for a character of which only some bytes came
 _SPACE = re.compile(r"\s*")
 
 
@@ -347,12 +348,13 @@ def _any_of(marks: tuple[str, ...]) -> re.Pattern[str]:
 
 
 def _begun(text: str, start: int, marks: tuple[str, ...]) -> int:
-    """Characters at the text's end that may be the beginning of a mark."""
+    """Characters at the text's end that may be the beginning of a mark, whose last character may be broken."""
     if not marks:
         return 0
-    for at in range(max(start, len(text) - max(map(len, marks)) + 1), len(text)):
-        end = text[at:]
-        if any(mark.startswith(end) for mark in marks):
+    whole = len(text.rstrip(_BROKEN))
+    for at in range(max(start, whole - max(map(len, marks)) + 1), whole):
+        begin = text[at:whole]
+        if any(mark.startswith(begin) for mark in marks):
             return len(text) - at
     return 0
 

@@ -531,6 +531,11 @@ def test_a_call_that_is_cut_off() -> None:
     assert cut("a <to") == ["a <to"]
     assert cut("<t", Offer((TIDE,), "required")) == cut("<t", Offer((TIDE,), "required", "tide")) == []
     assert cut("a <tool 4") == ["a <tool 4"]
+    required = Offer((TIDE,), "required")
+    assert cut("<\ufffd", required, "deepseek_v3") == cut("<｜tool\ufffd", required, "deepseek_v3") == []
+    assert cut("<｜tool\ufffd", name="deepseek_v3") == []
+    assert cut("<\ufffd", name="deepseek_v3") == ["<\ufffd"]
+    assert cut("I look \ufffd", name="deepseek_v3") == ["I look \ufffd"]
     assert cut('<tool_call>{"name": "tide", "arguments": {"when"') == [("tide", '{"when"')]
     assert cut('<tool_call>{"name": "tide", "arguments": {}}</tool_') == [("tide", {})]
     assert cut('{"name": "ti', name="llama3_json") == ['{"name": "ti']
