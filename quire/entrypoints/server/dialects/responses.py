@@ -17,6 +17,7 @@ from quire.entrypoints.server.dialects.through_chat import read_through_chat
 from quire.entrypoints.server.errors import ErrorInfo
 from quire.entrypoints.server.event_service import Event, EventWriter
 from quire.entrypoints.server.parsers.base import ReasoningDelta, TextDelta, ToolCallDelta, ToolCallEnd, ToolCallStart
+from quire.entrypoints.server.parsers.reader import is_object
 from quire.entrypoints.server.responses import TokenLogprob
 from quire.entrypoints.server.responses_request import ResponsesRequest
 from quire.entrypoints.server.service import TurnRequest
@@ -211,8 +212,8 @@ class ResponseWriter(EventWriter):
             case ToolCallDelta():
                 self._tokens_of(part.arguments)
                 return [self._piece("response.function_call_arguments.delta", part.arguments)]
-            case ToolCallEnd():
-                return self._close_item()
+            case ToolCallEnd():  # which one has, too, that the length cut
+                return self._close_item("completed" if is_object("".join(self._pieces)) else "incomplete")
 
     def close(self, num_reasoning_tokens: int) -> list[Event]:
         is_cut = self.finish is not None and self.finish.reason == "length"

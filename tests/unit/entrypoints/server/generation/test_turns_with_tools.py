@@ -67,6 +67,17 @@ def without_ids(value: Any) -> Any:
     return value
 
 
+def test_a_call_that_is_cut_is_incomplete(client: TestClient, server: Any) -> None:
+    """Agents would run it, or stumble over its arguments."""
+    server.core.texts = [CALLS]
+    found = set[tuple[str, bool]]()
+    for limit in range(10, 60, 2):
+        *_, last = stream(client, "/v1/responses", **RESPONSES, max_output_tokens=limit)
+        for item in last["response"]["output"]:
+            found.add((item["status"], item["arguments"] == json.dumps(ARGUMENTS)))
+    assert found == {("completed", True), ("incomplete", False)}
+
+
 def test_a_response(client: TestClient, openai_errors: Callable[..., list[str]]) -> None:
     answer = post(client, "/v1/responses", **RESPONSES)
     assert openai_errors("Response", answer) == []
