@@ -66,7 +66,8 @@ def _function(tool: Any, where: str) -> Function:
     name = given.get("name")
     if not isinstance(name, str) or not _NAME.fullmatch(name):
         raise wrong(f"{where}.function.name", "1 to 128 letters, digits, or any of '_.:/-'", name, "tools")
-    schema = {} if given.get("parameters") is None else given["parameters"]
+    # Without any, a function has none, as OpenAI has it; the schema {} would allow all.
+    schema = {"properties": {}} if given.get("parameters") is None else given["parameters"]
     if not isinstance(schema, dict) or schema.get("type", "object") != "object":
         raise InvalidRequestError(f"{where}: the parameters of {name!r} must be a JSON schema of an object.", "tools")
     if not isinstance(schema.get("properties", {}), dict):

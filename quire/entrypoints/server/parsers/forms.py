@@ -14,6 +14,7 @@ from quire.entrypoints.server.parsers.calls import to_json, types_of
 from quire.entrypoints.server.parsers.reader import Reader, Script
 from quire.text.grammars.lark import Lark
 
+_NAMES_MORE = {"additionalProperties", "patternProperties", "allOf", "anyOf", "oneOf", "$ref", "if"}
 WriteCall = Callable[[Lark, Function], str]  # the expression of one call of a function
 
 
@@ -54,8 +55,16 @@ class Form(Struct, frozen=True):
 
 
 def schema_of(function: Function) -> dict[str, Any]:
-    """The schema of a function's arguments: an object."""
-    return {"type": "object", **function.parameters}
+    """The schema of a function's arguments: an object, with no others than it names unless it says that there may be.
+
+    JSON Schema has it the other way round, but a function that is called with others fails.
+    """
+    schema = {"type": "object", **function.parameters}
+    needed, names = schema.get("required"), [*schema.get("properties", ())]
+    names_all = not isinstance(needed, list) or all(name in names for name in needed)
+    if "properties" in schema and names_all and not _NAMES_MORE & schema.keys():
+        schema["additionalProperties"] = False
+    return schema
 
 
 def json_call(begin: str = "", end: str = "", arguments: str = "arguments") -> WriteCall:

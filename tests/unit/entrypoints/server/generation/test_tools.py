@@ -160,7 +160,7 @@ def grammar(server: Any, **fields: Any) -> str | None:
 def test_what_is_held_by_a_grammar(server: Any) -> None:
     named = grammar(server, tool_choice={"type": "function", "function": {"name": "sub"}})
     assert named is not None
-    assert ('"sub' in named.replace("\\", ""), '"add' in named.replace("\\", "")) == (True, False)
+    assert ('"sub"' in named.replace("\\", ""), '"add"' in named.replace("\\", "")) == (True, False)
     allowed = {"type": "allowed_tools", "allowed_tools": {"mode": "auto", "tools": [TOOLS[1]]}}
     assert '"sub' in (grammar(server, tool_choice=allowed) or "").replace("\\", "")
     assert ")*" in (grammar(server, tool_choice="required") or "")
@@ -169,6 +169,22 @@ def test_what_is_held_by_a_grammar(server: Any) -> None:
     assert grammar(server, tools=[strict]) is not None
     assert grammar(server) is None
     assert grammar(server, tool_choice="none") is None
+
+
+def test_a_call_has_the_arguments_that_its_function_names(server: Any) -> None:
+    """As vLLM's grammars have it: others would be made up, and no function takes them."""
+
+    def held(**parameters: Any) -> str:
+        function = {"name": "f", **({"parameters": parameters["schema"]} if parameters else {})}
+        return grammar(server, tools=[{"type": "function", "function": function}], tool_choice="required") or ""
+
+    closed, named = '"additionalProperties": false', {"x": {"type": "integer"}}
+    assert closed in held()
+    assert closed in held(schema={"type": "object", "properties": {}})
+    assert closed in held(schema={"properties": named, "required": ["x"]})
+    for more in ({"additionalProperties": {"type": "string"}}, {"required": ["y"]}, {"anyOf": [{"required": ["x"]}]}):
+        assert closed not in held(schema={"properties": named, **more})
+    assert closed not in held(schema={"type": "object"})
 
 
 def test_refused_by_name(client: TestClient) -> None:
