@@ -84,8 +84,8 @@ def select_template(
         return own[name]
     text = own if chat_template is None else chat_template
     if not isinstance(text, str) or (chat_template is None and not text):
-        reason = "the model has no chat template; pass one as chat_template, or use a plain prompt."
-        raise InvalidRequestError(reason, "chat_template")
+        remedy = "give one (chat_template, or a server's --chat-template), or a plain prompt"
+        raise InvalidRequestError(f"the model has no chat template; {remedy}.", "chat_template")
     return text
 
 
