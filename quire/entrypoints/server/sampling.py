@@ -183,7 +183,7 @@ async def prepared_prompt(
     length = len(prepared.token_ids)
     if max_tokens is not None and length + max_tokens > limit:
         fault = f"the prompt has {length} and {limit_field} asks for {max_tokens} more"
-        remedy = f"Lower {limit_field} to {limit - length} or less, or shorten {names.get('prompt', 'prompt')}."
+        remedy = f"Lower {limit_field} to {limit - length} or less, or shorten the prompt."
         message = f"this model's maximum context length is {limit} tokens, but {fault}. {remedy}"
         raise InvalidRequestError(message, limit_field, "context_length_exceeded")
     return prepared

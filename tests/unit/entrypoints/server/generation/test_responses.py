@@ -1,6 +1,7 @@
 """/v1/responses: objects, events, what the template is given, what is kept, and refusals by name."""
 
 import json
+import re
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -294,6 +295,8 @@ def test_truncation_leaves_out_the_oldest(server: Any, client: TestClient) -> No
     refused = client.post(PATH, json={"input": items})
     assert (refused.status_code, refused.json()["error"]["param"]) == (400, "input")
     assert refused.json()["error"]["code"] == "context_length_exceeded"
+    much = client.post(PATH, json={"input": "Hi", "max_output_tokens": 10_000}).json()["error"]
+    assert re.search("Lower max_output_tokens to [0-9]+ or less, or shorten the prompt.$", much["message"])
     answer = post(client, input=items, truncation="auto")
     prompt = prompt_of(server)
     assert "Rules." in prompt
