@@ -256,7 +256,7 @@ def _lines(file: BinaryIO, longest: int) -> Iterator[bytes]:
     while line := file.readline(longest + 1):
         if len(line) > longest:
             raise ConfigError(f"--input-file has a line of over {longest} bytes, the most that max_body_bytes allows.")
-        yield line
+        yield line.removeprefix(b"\xef\xbb\xbf")  # which editors of Windows begin a file with
 
 
 @contextlib.contextmanager

@@ -82,7 +82,7 @@ def decode_object(body: bytes) -> dict[str, Any]:
     collects = gc.isenabled()
     gc.disable()  # it would go through millions of new objects again and again, and none of them is garbage
     try:
-        value = msgspec.json.decode(body)
+        value = msgspec.json.decode(body.removeprefix(b"\xef\xbb\xbf"))  # of a file that was written on Windows
     except RecursionError:
         raise InvalidRequestError("the body's JSON is nested too deeply.") from None
     except UnicodeDecodeError:

@@ -289,7 +289,7 @@ def read_chat_template(template: str | None) -> str | None:
         is_text = any(mark in template for mark in ("{{", "{%", "\n"))
         if not is_text and Path(template).is_char_device():
             raise OSError(0, "a device has no end")
-        text = template if is_text else Path(template).read_text(encoding="utf-8")
+        text = template if is_text else Path(template).read_text(encoding="utf-8-sig")
         ChatTemplate(text, {}).check()
     except (OSError, UnicodeDecodeError) as error:
         reason = getattr(error, "strerror", None) or "it is not UTF-8 text"

@@ -245,6 +245,13 @@ def test_devices_and_pipes_are_read_but_once(tmp_path: Path) -> None:
     os.close(reader)
 
 
+def test_a_file_may_begin_with_a_byte_order_mark(tmp_path: Path) -> None:
+    path = tmp_path / "batch.jsonl"
+    path.write_text("{}\n{}\n", encoding="utf-8-sig")
+    lines, num_requests = run_batch._open_input(str(path), 100)
+    assert (list(lines), num_requests) == ([b"{}\n"] * 2, 2)
+
+
 def test_a_device_is_not_replaced_by_the_answers(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """As /dev/null or /dev/stdout might be, by root; a pipe stands for them here."""
     os.mkfifo(tmp_path / "pipe")

@@ -59,6 +59,11 @@ def test_whole_numbers_are_integers_however_they_are_written(client: TestClient)
     assert (error["param"], len(error["message"]) < 300) == ("max_tokens", True)
 
 
+def test_a_byte_order_mark_is_no_part_of_a_body(client: TestClient) -> None:
+    """`curl -d @body.json` sends what an editor wrote; json.loads, by which vLLM reads it, takes it."""
+    assert client.post("/tokenize", content=b'\xef\xbb\xbf{"prompt": "x"}', headers=JSON).status_code == 200
+
+
 @pytest.mark.parametrize(
     "kind", ["", "text/plain", "application/x-www-form-urlencoded", "multipart/form-data; boundary=x", "json", "a/b; c"]
 )

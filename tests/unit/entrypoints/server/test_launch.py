@@ -442,6 +442,8 @@ def test_chat_templates(tmp_path: Path) -> None:
     assert read_chat_template(None) is None
     assert read_chat_template("{{ x }}") == "{{ x }}"
     assert read_chat_template(str(tmp_path / "chat.jinja")) == "{{ messages }}"
+    (tmp_path / "marked.jinja").write_text("{{ messages }}", encoding="utf-8-sig")
+    assert read_chat_template(str(tmp_path / "marked.jinja")) == "{{ messages }}", "each prompt would begin with a BOM"
     with pytest.raises(ConfigError, match=r"can't be read \(No such file"):
         read_chat_template(str(tmp_path / "gone"))
     with pytest.raises(ConfigError, match=r"can't be read \(a device has no end\)"):
