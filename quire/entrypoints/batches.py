@@ -7,6 +7,7 @@ which callers give them.
 import itertools
 from collections.abc import Sequence
 from dataclasses import replace
+from threading import RLock
 
 from tqdm import tqdm
 
@@ -19,11 +20,12 @@ from quire.sampling_params import RequestOutputKind, SamplingParams
 
 
 class Batches:
-    """What runs batches on an engine, one after another."""
+    """What runs batches on an engine, one after another; threads wait for their turn."""
 
     def __init__(self, engine: LLMEngine) -> None:
         self._engine = engine
         self._request_ids = itertools.count()
+        self._turn = RLock()  # of threads: a step hands out whatever outputs there are
 
     def run(
         self,
@@ -55,45 +57,44 @@ class Batches:
             except InvalidRequestError as error:
                 raise of_prompt(error, place, len(prompts)) from None
         ids: list[str] = []
-        for place, (request_id, entry) in enumerate(processed):
-            try:
-                self._engine.submit(entry)
-            except InvalidRequestError as error:
-                self._drop(ids)
-                raise of_prompt(error, place, len(prompts)) from None
-            except BaseException:  # Ctrl-C, when this one is queued
-                self._drop([*ids, request_id])
-                raise
-            ids.append(request_id)
-        return self._finish(ids, use_tqdm)
+        with self._turn:
+            for place, (request_id, entry) in enumerate(processed):
+                try:
+                    self._engine.submit(entry)
+                except InvalidRequestError as error:
+                    self._drop(ids)
+                    raise of_prompt(error, place, len(prompts)) from None
+                except BaseException:  # Ctrl-C, when this one is queued
+                    self._drop([*ids, request_id])
+                    raise
+                ids.append(request_id)
+            return self._finish(ids, use_tqdm)
 
     def _finish(self, ids: list[str], use_tqdm: bool) -> list[RequestOutput]:
         """Step until every one of these requests has its final output."""
         waiting = set(ids)
         done: dict[str, RequestOutput] = {}
         num_input = num_output = 0
-        bar = tqdm(total=len(ids), desc="Processed prompts", disable=not use_tqdm, dynamic_ncols=True)
-        try:
-            while waiting:
-                for output in self._engine.step():
-                    if not output.finished or output.request_id not in waiting:
-                        continue
-                    waiting.remove(output.request_id)
-                    error, num_tokens = output.error, sum(len(part.token_ids) for part in output.outputs)
-                    if error is not None and error.param is not None and not num_tokens:
-                        raise of_prompt(error, ids.index(output.request_id), len(ids))
-                    done[output.request_id] = output
-                    num_input += len(output.prompt_token_ids or ())
-                    num_output += num_tokens
-                    elapsed = max(bar.format_dict["elapsed"], 1e-6)
-                    speeds = f"input: {num_input / elapsed:.1f} toks/s, output: {num_output / elapsed:.1f} toks/s"
-                    bar.set_postfix_str(speeds, False)
-                    bar.update()
-        except BaseException:  # Ctrl-C as well: leave nothing running behind a caller who goes on
-            self._drop(list(waiting))
-            raise
-        finally:
-            bar.close()
+        with tqdm(total=len(ids), desc="Processed prompts", disable=not use_tqdm, dynamic_ncols=True) as bar:
+            try:
+                while waiting:
+                    for output in self._engine.step():
+                        if not output.finished or output.request_id not in waiting:
+                            continue
+                        waiting.remove(output.request_id)
+                        error, num_tokens = output.error, sum(len(part.token_ids) for part in output.outputs)
+                        if error is not None and error.param is not None and not num_tokens:
+                            raise of_prompt(error, ids.index(output.request_id), len(ids))
+                        done[output.request_id] = output
+                        num_input += len(output.prompt_token_ids or ())
+                        num_output += num_tokens
+                        elapsed = max(bar.format_dict["elapsed"], 1e-6)
+                        speeds = f"input: {num_input / elapsed:.1f} toks/s, output: {num_output / elapsed:.1f} toks/s"
+                        bar.set_postfix_str(speeds, False)
+                        bar.update()
+            except BaseException:  # Ctrl-C as well: leave nothing running behind a caller who goes on
+                self._drop(list(waiting))
+                raise
         return [done[request_id] for request_id in ids]
 
     def _drop(self, ids: list[str]) -> None:

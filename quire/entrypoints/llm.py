@@ -393,8 +393,7 @@ class LLM:
         require(isinstance(args, list | tuple), "args", args, "a tuple")
         fits = kwargs in (None, {}) or (isinstance(kwargs, Mapping) and callable(method))
         require(fits, "kwargs", kwargs, "a dict, for a function")
-        if timeout is not None:
-            raise NotYetSupportedError("timeout is not supported; leave it None.")
+        require(timeout is None, "timeout", timeout, "None, as it is not supported")
         if isinstance(method, str):
             return self.llm_engine.core.call("call_workers", method, list(args)).values
         if not isinstance(executor := self.llm_engine.executor, InProcessExecutor):

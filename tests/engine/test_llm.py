@@ -1,6 +1,7 @@
 """`LLM` as a user of the offline API sees it, on the bundled model."""
 
 import shutil
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -54,6 +55,17 @@ def test_results_in_the_order_of_the_prompts(llm: LLM) -> None:
     assert [len(o.outputs[0].token_ids) for o in outputs] == [9, 3, 6]
     assert all(o.finished and o.outputs[0].finish_reason == "length" for o in outputs)
     assert llm.generate([], greedy(1)) == []
+
+
+def test_threads_take_turns(llm: LLM) -> None:
+    """As those of a web framework do, which has one model for all its handlers."""
+
+    def run(number: int) -> list[list[int]]:
+        return [o.outputs[0].token_ids for o in llm.generate(PROMPTS[: number % 3 + 1], greedy(12), use_tqdm=False)]
+
+    with ThreadPoolExecutor(4) as threads:
+        together = list(threads.map(run, range(8)))
+    assert together == [run(number) for number in range(8)]
 
 
 def test_text_is_the_decoded_tokens(llm: LLM) -> None:
