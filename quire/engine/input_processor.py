@@ -111,17 +111,17 @@ class InputProcessor:
             InvalidRequestError: a bad request id, or bad terms; or as `prepare` does.
         """
         require(isinstance(request_id, str) and request_id != "", "request_id", request_id, "a non-empty string")
+        arrival = number(arrival_time, float)
+        require(arrival is not None and abs(arrival) < 1e15, "arrival_time", arrival_time, "seconds of a clock")
         check_terms(terms, self.policy)
         if not isinstance(prompt, PreparedPrompt):
             prompt = self.prepare(prompt, params)  # type: ignore[arg-type]  (None is refused there)
         elif params is not None:
             raise InvalidRequestError("a prepared prompt has its parameters already; pass none.", "params")
         params = drawn = prompt.params
-        stop_token_ids, eos_token_ids = frozenset(params.stop_token_ids), self._model.eos_token_ids
         # A grammar's end is one, whatever is ignored.
         ends = not params.ignore_eos or params.structured_outputs is not None
-        if ends:
-            stop_token_ids |= set(eos_token_ids)
+        eos_token_ids = self._model.eos_token_ids if ends else ()
         token_ids = [0] * (terms.adapter.num_virtual if terms.adapter else 0) + prompt.token_ids
         room = self._model.max_model_len - len(token_ids)
         if room < 1:
@@ -133,13 +133,13 @@ class InputProcessor:
         task = (PoolingTask if prompt.pools else SamplingTask)(
             params=drawn,
             max_tokens=room if params.max_tokens is None else min(params.max_tokens, room),
-            stop_token_ids=stop_token_ids,
-            eos_token_id=eos_token_ids[0] if ends and eos_token_ids else None,
+            stop_token_ids=frozenset(params.stop_token_ids).union(eos_token_ids),
+            eos_token_id=eos_token_ids[0] if eos_token_ids else None,
             seed=self._seed(request_id) if params.seed is None else params.seed,
             bad_words_token_ids=self._bad_words(params.bad_words),
             has_grammar=params.structured_outputs is not None,
         )
-        facts = msgspec.structs.asdict(terms) | {"arrival_time": arrival_time, "cache_salt": prompt.cache_salt}
+        facts = msgspec.structs.asdict(terms) | {"arrival_time": arrival, "cache_salt": prompt.cache_salt}
         request = NewRequest(request_id=request_id, prompt_token_ids=token_ids, task=task, **facts)
         return ProcessedInput(request, prompt.text, params)
 

@@ -1,5 +1,8 @@
 """`LLMEngine` stepped by hand: streams, aborts, forks, failures."""
 
+import math
+from typing import Any
+
 import pytest
 
 from quire import EngineArgs, LLMEngine, RequestOutput, RequestOutputKind, SamplingParams
@@ -142,6 +145,13 @@ def test_request_ids(engine: LLMEngine) -> None:
     drain(engine)
     engine.add_request("same", PROMPT, params(max_tokens=2))
     assert drain(engine)["same"][-1].finished
+
+
+@pytest.mark.parametrize("odd", ["x", True, [1.0], math.nan, math.inf])
+def test_an_arrival_is_a_time(engine: LLMEngine, odd: Any) -> None:
+    """Policies and snapshots count from it, those of other requests as well."""
+    with pytest.raises(InvalidRequestError, match="^arrival_time must be seconds of a clock; it is "):
+        engine.add_request("a", PROMPT, params(), arrival_time=odd)
 
 
 def test_the_callers_params_stay_theirs(engine: LLMEngine) -> None:
