@@ -65,8 +65,6 @@ class AdapterBook:
                 self._known[own] = ref
         if (ref.path, ref.param) != (path, param):
             word = "lora_int_id" if is_lora else "prompt_adapter_id"
-            raise InvalidRequestError(
-                f"{word}={own} stands for the adapter {ref.name!r}, and {name!r} has another path: give it another id.",
-                param,
-            )
+            what = f"{word}={own} stands for the adapter {ref.name!r}"
+            raise InvalidRequestError(f"{what}, and {name!r} has another path: give it another id.", param)
         return ref

@@ -8,7 +8,7 @@ import math
 import time
 from collections.abc import Callable
 
-from quire.errors import EngineDeadError, EngineStoppedError
+from quire.errors import EngineDeadError, EngineStoppedError, QuireError
 from quire.protocol.core import CoreClient, Event
 from quire.utils.logs import logger
 
@@ -44,15 +44,20 @@ class Monitor:
     def attach(self) -> "asyncio.Future[EngineDeadError]":
         """Join the running event loop, once; returns what the engine's end will be told by.
 
+        Where the loop that was joined is closed, as `asyncio.run` leaves it, the one that runs takes its place.
+
         Raises:
             EngineDeadError: the engine is dead.
+            QuireError: it has joined another loop, to which its answers go.
         """
         self.check()
-        if self._death is None:
-            loop = asyncio.get_running_loop()
+        loop = asyncio.get_running_loop()
+        if self._death is None or (joined := self._death.get_loop()).is_closed():
             self._death = loop.create_future()
             self._client.attach(self._on_event)
             self._watcher = loop.create_task(self._watch())
+        elif joined is not loop:
+            raise QuireError(f"{self._name} serves another event loop, which is not closed; use it there.")
         return self._death
 
     async def wait_dead(self) -> EngineDeadError:

@@ -24,6 +24,7 @@ from quire.errors import (
     InvalidRequestError,
     ModelLoadError,
     OverloadedError,
+    QuireError,
     RequestFailedError,
 )
 from quire.outputs import RequestOutput
@@ -171,6 +172,27 @@ def test_what_runs_is_ended_or_waited_for_when_it_is_to_sleep(engine: Engine) ->
     assert engine.run(sleep_beside(None)) == (False, "length")
     assert engine.run(sleep_beside("abort")) == (True, "abort")
     assert engine.run(sleep_beside("wait")) == (True, "length")
+
+
+@pytest.mark.parametrize("kind", ["process", "thread"])
+def test_event_loops_take_turns(kind: Any) -> None:
+    """As `asyncio.run` makes one for each call; one that is still there is not taken from."""
+    llm = AsyncLLM.from_engine_args(ARGS, options=AsyncOptions(engine=kind, log_level="warning"))
+
+    async def ask() -> str:
+        params = SamplingParams(max_tokens=5, temperature=0.0)
+        async with asyncio.timeout(30):
+            return [output.outputs[0].text async for output in llm.generate(PROMPTS[0], params)][-1]
+
+    try:
+        first = asyncio.run(ask())
+        with asyncio.Runner() as runner:
+            assert runner.run(ask()) == first
+            with pytest.raises(QuireError, match="the engine serves another event loop, which is not closed"):
+                asyncio.run(ask())
+            assert runner.run(ask()) == first
+    finally:
+        llm.shutdown()
 
 
 def test_odd_arguments_are_refused_by_name(engine: Engine) -> None:
