@@ -11,7 +11,7 @@ from typing import Any
 
 import msgspec
 
-from quire.errors import InvalidRequestError, broken
+from quire.errors import InvalidRequestError, broken, require
 from quire.utils.keywords import NamesUnknownKeywords
 from quire.utils.values import strings
 
@@ -99,6 +99,6 @@ def _json_text(field: str, value: Any) -> str:
 
 def _choices(value: Any) -> list[str]:
     choices = strings("structured_outputs.choice", value)
-    if not 1 <= len(choices) <= MAX_CHOICES:
-        raise broken("structured_outputs.choice", f"{len(choices)} strings", f"a list of 1 to {MAX_CHOICES} strings")
+    rule = f"a list of 1 to {MAX_CHOICES} strings, not {len(choices)}"
+    require(1 <= len(choices) <= MAX_CHOICES, "structured_outputs.choice", choices[:9], rule)
     return choices

@@ -1,6 +1,7 @@
 """StructuredOutputsParams: exactly one constraint, of the right form and of a bounded size."""
 
 import json
+import re
 from typing import Any
 
 import pytest
@@ -68,6 +69,12 @@ def test_wrong_forms_are_refused_by_name(fields: dict[str, Any]) -> None:
     name = list(fields)[-1]
     with pytest.raises(InvalidRequestError, match=rf"^structured_outputs\.{name} must be .*; it is "):
         StructuredOutputsParams(**fields)
+
+
+@pytest.mark.parametrize(("choice", "told"), [([], "0; it is []"), (["a"] * 16385, "16385; it is ['a', 'a', ")])
+def test_choices_are_counted(choice: list[str], told: str) -> None:
+    with pytest.raises(InvalidRequestError, match=re.escape(f"must be a list of 1 to 16384 strings, not {told}")):
+        StructuredOutputsParams(choice=choice)
 
 
 def test_half_a_surrogate_pair_is_named() -> None:
