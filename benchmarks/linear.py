@@ -54,6 +54,11 @@ def torch_products(rows: int, cols: int, x: torch.Tensor) -> list[Callable[[], o
     return [partial(torch.nn.functional.linear, x, weight) for weight in weights]
 
 
+def activations(num_rows: int, width: int) -> torch.Tensor:
+    """Zeros, in rows as far apart as a program's own: never by a page, which would have them share lines of L1."""
+    return torch.zeros(num_rows, width + 32 * (width * 2 % 4096 == 0), dtype=torch.bfloat16)[:, :width]
+
+
 def packed_copies(rows: int, cols: int, type: Type, paired: bool) -> list[PackedMatrix]:
     """Enough copies of one random matrix to fill TOTAL_BYTES."""
     shape, made_of = PackedMatrix.data_shape(rows, cols, type), weight_format(type)
@@ -112,7 +117,7 @@ def main() -> None:
         name = given.name if type is given else f"{given.name}, kept as {type.name}"
         print(f"{name}: {num_bytes / 1e6:.1f} MB; torch sums the same memory at {read:.1f} GB/s")
         for m in args.rows:
-            x, out = torch.randn(m, cols).bfloat16(), torch.zeros(m, rows, dtype=torch.bfloat16)
+            x, out = activations(m, cols).copy_(torch.randn(m, cols)), activations(m, rows)
             few = programs if m <= 64 else programs[: max(2, len(programs) * 64 // m)]
             seconds = best_seconds([partial(program.run, [x, out]) for program in few], args.busy)
             beside = best_seconds(torch_products(rows, cols, x), args.busy) if given is Type.BF16 else None

@@ -13,6 +13,7 @@
 #include <cpuid.h>
 #include <immintrin.h>
 
+#include <algorithm>
 #include <cstdlib>
 
 #include "linear.h"
@@ -31,6 +32,7 @@ constexpr int kFewPaired = 4;                // twice as many do so in turn, whe
 #endif
 constexpr int kPanelVectors = 2;             // of two columns: those of a block, or of two
 constexpr int kPanelBlocks = kPanelVectors / kParts;
+constexpr int64_t kSharingPanels = 8;        // of x, about, that weights are expanded for at least
 constexpr int64_t kPanelTiles = 8;           // of a panel, a superblock: with its rows of x it stays in L1
 constexpr int kRowBits = 14;
 
@@ -552,7 +554,9 @@ void linear_paired(const LinearArgs& a, Context& context) {
     }
     // Two blocks share rows of x in L1, or in registers; a task's blocks share some panels of them in L2.
     const BlockPairs pairs(a);
-    const int64_t all = x.num_panels(), panel_bytes = x.num_tiles * (16 + 3) * 4 * width, share = divide_up(all * panel_bytes, context.cache / 2);
+    const int64_t all = x.num_panels(), panel_bytes = x.num_tiles * (16 + 3) * 4 * width, parts = divide_up(all * panel_bytes, context.cache / 2);
+    // Of long rows so few stay there that to expand weights for them alone takes longer than to fetch more of them again.
+    const int64_t share = Tile::kReady ? parts : std::min(parts, divide_up(all, kSharingPanels));
     const int64_t window = divide_up(all, share), group = pairs.count / (4 * context.pool.size());
     const EvenTasks all_tasks(pairs.count, share == 1 || group < 1 ? 1 : group, context.pool.size());
     context.pool.run_parts(all_tasks.count, [&](ThreadPool::Tasks& tasks, int thread) {
