@@ -1,4 +1,4 @@
-"""Products with quantized weights, whose codes are as `quire.ops.grouped` says.
+"""Products with quantized weights, whose codes are as `quire.ops.grouped` says; and a gate after these or plain ones.
 
 The twin of what the native kernels do with their own packed matrices (`quire.ops.linear`). Knows no checkpoint.
 """

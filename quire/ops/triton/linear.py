@@ -1,6 +1,7 @@
 """Products with a matrix of weights, plain or quantized: the kernel of `quire.ops.linear` and `quantized_linear`.
 
-Weights are widened tile by tile on their way to the product; a result is scaled, shifted and rounded once. A program
+Weights are widened tile by tile on their way to the product; a result is scaled, shifted and rounded once, and of few
+rows may go through a gated activation then, which rounds again as a kernel of its own would. A program
 takes tile after tile (it is persistent), neighbours at about the same time so that they find each other's rows in the
 cache. In what order features are summed, and why it is one for any number of rows: `quire.ops.triton.tiles`.
 """
