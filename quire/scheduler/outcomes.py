@@ -98,12 +98,14 @@ class Outcomes:
 
     def _take_failures(self, sequences: list[Sequence], results: list[SequenceResult]) -> Outputs:
         outputs: Outputs = []
-        found = [(s, one.failure) for s, one in zip(sequences, results, strict=True) if one.failure is not None]
-        for sequence, failure in found:
+        for sequence, found in zip(sequences, results, strict=True):
+            if (failure := found.failure) is None or sequence.status is _FINISHED:
+                continue
             if sequence.matcher is not None and (error := sequence.matcher.error) is not None:
                 failure = Failure(FailureKind.BAD_REQUEST, error, "structured_outputs")
-            if sequence.status is not _FINISHED:
-                outputs += self.end_request(sequence.group, "error", failure)
+            if (told := found.prompt_logprobs) is not None:  # as steps before have told theirs
+                outputs.append(sequence.group.output(sequence.index, [], None, sequence.group.undelivered(told)))
+            outputs += self.end_request(sequence.group, "error", failure)
         return outputs
 
     def _decode(self, sequence: Sequence, item: ScheduledSequence, found: SequenceResult, outputs: Outputs) -> bool:
@@ -176,14 +178,12 @@ class Outcomes:
         branches = group.continuation.advance(parent.index, len(parent.output_token_ids), found)
         if branches is None:
             self._planner.sit_out(parent)
-            return [] if prompt_logprobs is None else [group.output(parent.index, [], None, prompt_logprobs)]
+            return []
         if not group.continuation.tells_tokens:
             return self._choose(group, branches)
-        own: Branch | None = None
+        own = next((branch for branch in branches if branch.index == parent.index), None)
         for branch in branches:
-            if branch.index == parent.index:
-                own = branch
-            elif branch.index in group.unfinished:
+            if branch is not own and branch.index in group.unfinished:
                 child, end = self._begin(parent, branch)
                 outputs.append(group.output(child.index, child.output_token_ids.copy(), branch.logprobs, None, end))
         if own is not None:

@@ -308,7 +308,7 @@ class ModelRunner:
             if lane.num_drafts:
                 begun.rows[place].num_computed -= lane.num_refused
             if lane.failure is not None:
-                results[place] = SequenceResult(failure=lane.failure)
+                results[place] = SequenceResult(failure=lane.failure, prompt_logprobs=results[place].prompt_logprobs)
             else:
                 own, before = drafts.get(place, []), results[place].prompt_logprobs
                 results[place] = SequenceResult(lane.token_ids, lane.logprobs, own, prompt_logprobs=before)
@@ -331,8 +331,7 @@ class ModelRunner:
             if isinstance(found, Failure):
                 results[place] = SequenceResult(failure=found)
             else:
-                likeliest, before = self._likeliest(logits, lane, found), results[place].prompt_logprobs
-                results[place] = SequenceResult(candidates=found, logprobs=likeliest, prompt_logprobs=before)
+                results[place] = SequenceResult(candidates=found, logprobs=self._likeliest(logits, lane, found))
 
     def _move_paths(self, rows: list[Row], lanes: dict[int, Lane]) -> None:
         """Let keys and values of trees' accepted drafts lie where a chain's would."""

@@ -12,6 +12,7 @@ import tokenizers
 import quire
 from quire import LLM, SamplingParams
 from quire.errors import ConfigError, InvalidRequestError, ModelLoadError, NotYetSupportedError
+from quire.structured_outputs import StructuredOutputsParams
 
 PROMPTS = ["Once upon a time", "The old captain looked at the sea and", "In the morning"]
 
@@ -125,6 +126,19 @@ def test_more_sequences_than_fit_at_once(llm: LLM) -> None:
     (two,) = llm.generate(PROMPTS[0], few, use_tqdm=False)
     assert [len(c.token_ids) > 0 for c in many.outputs] == [True] * 20
     assert [list(c.token_ids) for c in many.outputs[:2]] == [list(c.token_ids) for c in two.outputs]
+
+
+@pytest.mark.parametrize("n", [1, 3])
+def test_a_request_that_fails_tells_its_prompts_logprobs_however_it_was_cut(llm: LLM, n: int) -> None:
+    grammar = StructuredOutputsParams(json_object=True)
+    params = SamplingParams(n=n, prompt_logprobs=1, allowed_token_ids=[283], structured_outputs=grammar)
+    prompt = " ".join(PROMPTS)
+    (whole,) = llm.generate(prompt, params, use_tqdm=False)
+    (cut,) = LLM("demo", max_num_batched_tokens=8, max_num_seqs=8).generate(prompt, params, use_tqdm=False)
+    assert {one.finish_reason for one in whole.outputs + cut.outputs} == {"error"}
+    assert whole.prompt_logprobs is not None
+    assert None not in whole.prompt_logprobs[1:]
+    assert cut.prompt_logprobs == whole.prompt_logprobs
 
 
 def test_logprobs(llm: LLM) -> None:
