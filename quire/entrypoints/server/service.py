@@ -132,8 +132,9 @@ class Outputs:
         return batch
 
     def _listen(self, place: int) -> None:
-        if place in self._streams:
-            self._fresh.add(place)
+        if place not in self._streams:
+            return  # a reader that was awake already took its end
+        self._fresh.add(place)
         if self._waiter is None or self._waiter.done():
             return
         try:

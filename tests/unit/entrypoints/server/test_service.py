@@ -65,3 +65,35 @@ def test_nothing_comes_once_all_have_ended() -> None:
         assert await outputs.next() == []
 
     asyncio.run(read())
+
+
+class Body:
+    """An outlet that is always ready."""
+
+    is_ready = True
+
+    def __init__(self) -> None:
+        self.written: list[bytes] = []
+
+    def write(self, data: bytes) -> None:
+        self.written.append(data)
+
+
+def test_a_prompt_may_be_told_of_what_was_taken_with_its_end() -> None:
+    """The engine's callback comes after a reader that was awake already: it is of no prompt that goes on."""
+    made, body = streams(True, False), Body()
+
+    async def read() -> None:
+        outputs = Outputs(made)
+        assert [place for place, _ in await outputs.next(body)] == [0, 1]
+        reader = asyncio.create_task(outputs.next(body, lambda batch: b"%d" % batch[0][0]))
+        await asyncio.sleep(0)
+        made[0].listener()
+        await asyncio.sleep(0)
+        assert not reader.done()
+        made[1].is_fresh = True
+        made[1].listener()
+        assert body.written == [b"1"]
+        reader.cancel()
+
+    asyncio.run(read())
