@@ -336,8 +336,7 @@ def _checked(field: str, given: Any, rule: _Rule) -> Any:
 
 
 def _logit_bias(value: Any) -> dict[int, float]:
-    if not isinstance(value, Mapping):
-        raise broken("logit_bias", value, "a dict of token id -> bias")
+    require(isinstance(value, Mapping), "logit_bias", value, "a dict of token id -> bias")
     biases: dict[int, float] = {}
     for key, given in value.items():
         token_id = decimal(key) if isinstance(key, str) else number(key, int)  # JSON's keys are texts

@@ -90,8 +90,7 @@ def _json_text(field: str, value: Any) -> str:
             return json.dumps(value, ensure_ascii=False, allow_nan=False)
         except (TypeError, ValueError, RecursionError) as error:
             raise broken(f"structured_outputs.{field}", value, f"JSON ({error})") from None
-    if not isinstance(value, str):
-        raise broken(f"structured_outputs.{field}", value, "a dict, or JSON text")
+    require(isinstance(value, str), f"structured_outputs.{field}", value, "a dict, or JSON text")
     if not value.lstrip().startswith(("{", "true", "false")):  # the rest of it is found out where it is compiled
         raise broken(f"structured_outputs.{field}", value, "a JSON object")
     return value

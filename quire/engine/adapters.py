@@ -7,7 +7,7 @@ import threading
 from dataclasses import astuple
 
 from quire.config.engine_args import EngineArgs
-from quire.errors import InvalidRequestError
+from quire.errors import InvalidRequestError, require
 from quire.lora.request import AdapterRequest, LoRARequest, PromptAdapterRequest, one_adapter
 from quire.models.peft import AdapterError, read_adapter
 from quire.protocol.requests import AdapterRef
@@ -41,10 +41,8 @@ class AdapterBook:
         request = one_adapter(request, prompt_adapter)
         if request is None:
             return None
-        if not isinstance(request, AdapterRequest):
-            param = "lora_request" if prompt_adapter is None else "prompt_adapter_request"
-            what = f"must be a LoRARequest or a PromptAdapterRequest, got {type(request).__name__}"
-            raise InvalidRequestError(f"{param} {what}.", param)
+        param = "lora_request" if prompt_adapter is None else "prompt_adapter_request"
+        require(isinstance(request, AdapterRequest), param, request, "a LoRARequest or a PromptAdapterRequest")
         is_lora = isinstance(request, LoRARequest)
         param, option = ("lora_request", "lora") if is_lora else ("prompt_adapter_request", "prompt_adapter")
         if not getattr(self._args, f"enable_{option}"):

@@ -16,7 +16,7 @@ import msgspec
 from quire.config.engine_args import EngineConfig
 from quire.engine.adapters import AdapterBook
 from quire.engine.terms import NO_TERMS, check_terms
-from quire.errors import InvalidRequestError, broken, require
+from quire.errors import InvalidRequestError, require
 from quire.inputs import PreparedPrompt, PromptType, bad_prompt, prompt_too_long
 from quire.protocol.requests import NewRequest, PoolingTask, SamplingTask, Terms
 from quire.sampling_params import SamplingParams
@@ -61,8 +61,7 @@ class InputProcessor:
         Raises:
             InvalidRequestError: a bad prompt (form, emptiness, length, ids), or parameters that this model can't serve.
         """
-        if not isinstance(params, SamplingParams):
-            raise InvalidRequestError(f"params must be SamplingParams, got {type(params).__name__}.", "params")
+        require(isinstance(params, SamplingParams), "params", params, "SamplingParams")
         params = params.clone()  # the engine's copy: a caller may change or reuse theirs
         limit = self._model.max_model_len
         params.verify_against_model(self._model.vocab_size, limit, self._config.args.max_logprobs)
@@ -75,8 +74,8 @@ class InputProcessor:
             message = "logits_processors are Python functions, which only a model in this process can call"
             remedy = 'AsyncOptions(engine="thread") and distributed_executor_backend="uni"'
             raise InvalidRequestError(f"{message}; take {remedy}.", "logits_processors")
-        if params.truncate_prompt_tokens == 0:
-            raise broken("truncate_prompt_tokens", 0, "-1 or at least 1, as 0 leaves nothing of the prompt")
+        keep = params.truncate_prompt_tokens
+        require(keep != 0, "truncate_prompt_tokens", keep, "-1 or at least 1, as 0 leaves nothing of the prompt")
         if self._tokenizer is None:
             for name in ("stop", "bad_words", "structured_outputs"):
                 if getattr(params, name):
@@ -87,7 +86,7 @@ class InputProcessor:
             token_ids = self._encode(text, params, add_special_tokens)
         else:
             token_ids = self._check_token_ids(token_ids)
-        if (keep := params.truncate_prompt_tokens) is not None:
+        if keep is not None:
             # -1 keeps as much as the context allows, with room for one output token.
             token_ids = token_ids[-(keep if keep > 0 else limit - 1) :]
         if len(token_ids) >= limit:

@@ -8,7 +8,7 @@ from collections.abc import Container
 from msgspec import structs
 
 from quire.config.scheduler import SchedulerConfig
-from quire.errors import InvalidRequestError
+from quire.errors import InvalidRequestError, require
 from quire.inputs import prompt_too_long
 from quire.kvcache.manager import KVManager
 from quire.protocol.requests import NewRequest, SamplingTask
@@ -33,8 +33,7 @@ def check_request_fits(request: NewRequest, config: SchedulerConfig, kv: KVManag
     num_prompt, limit = len(request.prompt_token_ids), config.max_model_len
     if not num_prompt:
         raise InvalidRequestError("the prompt is empty; it must have at least 1 token.", "prompt")
-    if task.max_tokens < 1:
-        raise InvalidRequestError(f"max_tokens must be at least 1, got {task.max_tokens}.", "max_tokens")
+    require(task.max_tokens >= 1, "max_tokens", task.max_tokens, "at least 1")
     if num_prompt >= limit:
         raise prompt_too_long(num_prompt, limit)
     # The last token that is sampled is never computed, so it takes no place.

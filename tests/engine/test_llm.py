@@ -288,9 +288,9 @@ def test_wrong_counts_and_types(llm: LLM) -> None:
         llm.generate(PROMPTS, [greedy(1), greedy(1)])
     with pytest.raises(InvalidRequestError, match="1 priorities for 3 prompts"):
         llm.generate(PROMPTS, greedy(1), priority=[1])
-    with pytest.raises(InvalidRequestError, match="must be SamplingParams, got dict"):
+    with pytest.raises(InvalidRequestError, match="must be SamplingParams; it is {"):
         llm.generate("x", {"temperature": 0})  # type: ignore[arg-type]
-    with pytest.raises(InvalidRequestError, match="lora_request must be a LoRARequest or a .*Request, got object"):
+    with pytest.raises(InvalidRequestError, match="lora_request must be a LoRARequest or a .*Request; it is <object"):
         llm.generate("x", greedy(1), lora_request=object())  # type: ignore[arg-type]
 
 

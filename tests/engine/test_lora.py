@@ -275,5 +275,5 @@ def test_an_engine_without_adapters_says_so(adapters: list[LoRARequest]) -> None
     plain = LLM("demo", show_progress=False)
     with pytest.raises(InvalidRequestError, match="enable_lora=True"):
         plain.generate("x", ASKED, lora_request=adapters[0])
-    with pytest.raises(InvalidRequestError, match=r"must be a LoRARequest or a PromptAdapterRequest, got str"):
+    with pytest.raises(InvalidRequestError, match=r"must be a LoRARequest or a PromptAdapterRequest; it is '"):
         plain.generate("x", ASKED, lora_request=["voice"])  # type: ignore[list-item]

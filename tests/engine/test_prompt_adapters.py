@@ -232,7 +232,7 @@ def test_what_is_refused_is_named(llm: LLM, adapters: list[PromptAdapterRequest]
             llm.generate("x", ASKED, lora_request=LoRARequest("l", own, lora.lora_path))
         assert error.value.param == "lora_request"
     refused("a LoRA or with a prompt adapter", adapters[0], lora_request=lora)
-    refused("must be a LoRARequest or a PromptAdapterRequest, got str", ["mood"])
+    refused("must be a LoRARequest or a PromptAdapterRequest; it is '", ["mood"])
     most = llm.llm_engine.config.model.max_model_len
     refused(f"{most - 2 + 8}", adapters[1], {"prompt_token_ids": [5] * (most - 2)})
     path = Path(adapter(108, good).prompt_adapter_local_path)
