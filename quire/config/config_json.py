@@ -171,8 +171,7 @@ class ConfigReader:
     def _one_rope(self, scaling: dict[str, Any], parameters: dict[str, Any]) -> dict[str, Any]:
         # A scaling says nothing of the frequencies that it scales.
         rope = {k: v for k, v in parameters.items() if not scaling or k in _KEPT_ROPE_KEYS} | scaling
-        legacy_type = rope.pop("type", "default")
-        rope.setdefault("rope_type", legacy_type)
+        rope.setdefault("rope_type", rope.pop("type", "default"))
         rope.setdefault("rope_theta", self.get("rope_theta", default=10000.0))
         for key in ("rope_theta", "factor", "original_max_position_embeddings", "partial_rotary_factor"):
             value = rope.get(key)

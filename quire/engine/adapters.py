@@ -62,7 +62,6 @@ class AdapterBook:
                     raise InvalidRequestError(f"{what}, and {sum(stated)} by what the request says of it.", param)
                 self._known[own] = ref
         if (ref.path, ref.param) != (path, param):
-            word = "lora_int_id" if is_lora else "prompt_adapter_id"
-            what = f"{word}={own} stands for the adapter {ref.name!r}"
+            what = f"{'lora_int' if is_lora else 'prompt_adapter'}_id={own} stands for the adapter {ref.name!r}"
             raise InvalidRequestError(f"{what}, and {name!r} has another path: give it another id.", param)
         return ref

@@ -211,8 +211,7 @@ class OutputProcessor:
         """Note when requests were first part of a step; later times, after a preemption, do not count."""
         for request_id in request_ids:
             record = self.records.get(request_id)
-            metrics = record and record.shown.metrics
-            if metrics is not None and metrics.first_scheduled_time is None:
+            if record and (metrics := record.shown.metrics) and metrics.first_scheduled_time is None:
                 metrics.first_scheduled_time = now
 
     def discard(self, request_id: str) -> bool:

@@ -157,22 +157,19 @@ class Builder:
 
     def embedding(self, name: str, num_rows: int, size: int) -> VocabEmbedding:
         """A table of vectors by token id."""
-        here = Builder(self.context, self.prefix, self.context.has_table)
-        place = here._place(name, table=True)
+        place = Builder(self.context, self.prefix, self.context.has_table)._place(name, table=True)
         return VocabEmbedding(replace(place, shard=self.context.sharding.vocab(num_rows)), num_rows, size)
 
     def positions(self, name: str, num_positions: int, size: int, offset: int = 0) -> LearnedPositions:
         """A table of vectors by position; that of position 0 is row `offset`."""
-        place = self._place(name, table=True)
-        return LearnedPositions(place, num_positions, size, offset)
+        return LearnedPositions(self._place(name, table=True), num_positions, size, offset)
 
     def head(self, embedding: VocabEmbedding, *, tied: bool) -> Linear | TiedHead:
         """The output head for the vocabulary of an embedding; with its very weights where `tied`."""
         if tied:
             return TiedHead(embedding)
         size, num_rows = embedding.shape.in_features, embedding.parts[""]
-        place = self.last._place("lm_head", table=True)
-        return Linear(replace(place, shard=embedding.shard), size, num_rows)
+        return Linear(replace(self.last._place("lm_head", table=True), shard=embedding.shard), size, num_rows)
 
     def rms_norm(self, size: int, eps: float, *, plus_one: bool = False) -> RMSNorm:
         """An RMSNorm, that multiplies by 1 + weight where `plus_one`."""

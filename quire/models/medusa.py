@@ -214,8 +214,7 @@ class MedusaLogits:
     def first(self, hidden: Tensor, num_heads: int) -> Tensor:
         """[R, H] -> [R * num_heads, V]: of the first heads, one row's after another's."""
         if num_heads not in self._programs:
-            heads = partial(self._heads, num_heads=num_heads)
-            self._programs[num_heads] = self._compile(heads, hidden.shape[1])
+            self._programs[num_heads] = self._compile(partial(self._heads, num_heads=num_heads), hidden.shape[1])
         found = self._programs[num_heads](hidden).flatten(0, 1)
         if self._heads.shape.num_outputs is None:
             return self._model.compute_logits(found)

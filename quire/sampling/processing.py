@@ -97,6 +97,5 @@ def _run_processor(processor: Callable[..., Any], arguments: list[Any], logits: 
         if isinstance(result, torch.Tensor):
             found = f"a {result.dtype} tensor of shape {list(result.shape)}"
         wanted = f"logits, a floating-point tensor of shape {list(logits.shape)}"
-        message = f"logits processor {name!r} must return {wanted}; it returned {found}."
-        raise RowError(message, FailureKind.INTERNAL)
+        raise RowError(f"logits processor {name!r} must return {wanted}; it returned {found}.", FailureKind.INTERNAL)
     logits.copy_(result.detach())

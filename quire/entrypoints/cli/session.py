@@ -43,8 +43,7 @@ def load(namespace: Namespace) -> tuple["LLM", float]:
     start = time.perf_counter()
     from quire import LLM
 
-    llm = LLM(**vars(args))
-    return llm, time.perf_counter() - start
+    return LLM(**vars(args)), time.perf_counter() - start
 
 
 def random_prompts(llm: "LLM", count: int, length: int) -> list[Any]:

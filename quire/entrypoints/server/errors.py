@@ -52,8 +52,7 @@ class ModelNotFoundError(InvalidRequestError):
     """The request names a model that this server does not serve."""
 
     def __init__(self, name: str, served: Sequence[str]) -> None:
-        names = ", ".join(repr(n) for n in served)
-        message = f"the model {quote(name)} does not exist; this server has {names}."
+        message = f"the model {quote(name)} does not exist; this server has {', '.join(map(repr, served))}."
         super().__init__(message, "model", "model_not_found")
 
 

@@ -114,8 +114,7 @@ def load(args: ServerArgs, engine_args: EngineArgs) -> ServerState:
     except InvalidRequestError as error:
         llm.shutdown()
         raise ConfigError(str(error)) from None
-    metrics = ServingMetrics(llm.config.model.max_model_len)
-    return ServerState(llm, args, names, replicas, adapters, metrics)
+    return ServerState(llm, args, names, replicas, adapters, ServingMetrics(llm.config.model.max_model_len))
 
 
 def _beside(state: ServerState) -> list[Coroutine[Any, Any, None]]:

@@ -102,8 +102,7 @@ class ReplicasClient:
         if args.data_parallel_size > (cores := os.cpu_count() or 1):
             logger.warning("data_parallel_size=%d is more than there are cores, %d", args.data_parallel_size, cores)
         self._args, self._options = args, options
-        idle = EngineStats(limits=limits_of(config.scheduler, config.scheduler))
-        self.stats = [idle] * args.data_parallel_size
+        self.stats = [EngineStats(limits=limits_of(config.scheduler, config.scheduler))] * args.data_parallel_size
         self._totals, self._totals_due = self.stats[0], 0.0
         self._replicas: list[_Replica] = []
         self._routes: dict[str, _Route] = {}  # by request, in order of arrival
@@ -125,8 +124,7 @@ class ReplicasClient:
         longest = min(one.max_model_len for one in ready)
         # One that starts again must hold what was promised.
         self._args = dataclasses.replace(self._args, max_model_len=longest)
-        options = RouterOptions(self._args.data_parallel_router)
-        self._router = Router(options, [one.num_blocks for one in ready])
+        self._router = Router(RouterOptions(self._args.data_parallel_router), [one.num_blocks for one in ready])
         self._hasher = BlockHasher(ready[0].block_size)
         return Ready(longest, sum(one.num_blocks for one in ready), ready[0].block_size)
 
