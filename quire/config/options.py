@@ -103,6 +103,12 @@ def check_options(options: Any) -> None:
             check_number(name, value, kind, facts["least"], facts["most"], facts["over"])
 
 
+def check_kind(name: str, value: Any, kind: type) -> None:
+    """Refuse what is no object of a class. Raises ConfigError."""
+    if not isinstance(value, kind):
+        raise ConfigError(f"{name} must be {kind.__name__}(...), got {value!r:.80}.")
+
+
 def check_number(
     name: str, value: Any, kind: type, least: float = -UNLIMITED, most: float = UNLIMITED, over: float | None = None
 ) -> None:

@@ -11,7 +11,7 @@ from typing import Any, TypeVar
 
 from quire.config.engine_args import EngineConfig
 from quire.engine.input_processor import InputProcessor
-from quire.errors import InvalidRequestError
+from quire.errors import InvalidRequestError, require
 from quire.inputs import PreparedPrompt, PromptType
 from quire.lora.request import AdapterRequest
 from quire.protocol.requests import AdapterRef
@@ -55,6 +55,7 @@ class AsyncInputs:
 
     async def token_ids(self, text: str, add_special_tokens: bool = True) -> list[int]:
         """Token ids of a text."""
+        require(isinstance(text, str), "text", text, "a text")
         tokenizer = self._tokenizer_or_refuse()
         return await self._encode(len(text), lambda: tokenizer.encode(text, add_special_tokens))
 

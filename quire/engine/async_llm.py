@@ -13,6 +13,7 @@ from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 from quire.config.engine_args import EngineArgs, EngineConfig
+from quire.config.options import check_kind, check_options, option
 from quire.engine.async_inputs import AsyncInputs
 from quire.engine.clients.process import ProcessClient
 from quire.engine.clients.thread import ThreadClient
@@ -45,12 +46,19 @@ _FAILED = "the engine failed to compute this request; the server's log says why.
 
 @dataclass(frozen=True)
 class AsyncOptions:
-    """How `AsyncLLM` runs its engine."""
+    """How `AsyncLLM` runs its engine.
+
+    Raises:
+        ConfigError: an option is of another kind, or out of its range.
+    """
 
     engine: Literal["process", "thread"] = "process"
-    max_num_queued_reqs: int | None = None  # requests that may wait while others run; None: no limit
-    log_level: str = "info"  # of the engine's process
-    step_timeout: float = 600.0  # seconds in one step, or without a sign of life, after which the engine counts as dead
+    max_num_queued_reqs: int | None = option(None, 0)  # that may wait while others run; None: no limit
+    log_level: Literal["debug", "info", "warning", "error", "critical"] = "info"  # of the engine's process
+    step_timeout: float = option(600.0, over=0)  # seconds in a step, or without a sign of life: then it counts as dead
+
+    def __post_init__(self) -> None:
+        check_options(self)
 
 
 class AsyncLLM:
@@ -104,7 +112,8 @@ class AsyncLLM:
             ModelLoadError: the model's or the tokenizer's files.
             EngineDeadError: the engine's process ended while loading.
         """
-        options = options or AsyncOptions()
+        check_kind("engine_args", engine_args, EngineArgs)
+        check_kind("options", options := options or AsyncOptions(), AsyncOptions)
         config = engine_args.resolve()
         client = (start or _start)(engine_args, config, options)
         try:
@@ -206,6 +215,7 @@ class AsyncLLM:
         lora_request: AdapterRequest | None = None,
     ) -> AsyncGenerator[RequestOutput, None]:
         """Search for the likeliest continuations of a prompt, and yield them once, whole. Raises as `generate` does."""
+        require(isinstance(params, BeamSearchParams), "params", params, "BeamSearchParams")
         asked = params.sampling_params()
         asked.output_kind = RequestOutputKind.FINAL_ONLY
         return self.generate(prompt, asked, request_id, lora_request=lora_request)
@@ -315,7 +325,11 @@ class AsyncLLM:
 
         Args:
             mode: what becomes of those: "abort" ends them, "wait" waits until none runs.
+
+        Raises:
+            InvalidRequestError: another level or mode.
         """
+        require(mode in (None, "abort", "wait"), "mode", mode, "'abort', 'wait' or None")
         while not (sleeps := await self._call("sleep", level)) and mode is not None:
             await self.abort([*self._external.values()] if mode == "abort" else ())
             await asyncio.sleep(0.01)
@@ -335,6 +349,8 @@ class AsyncLLM:
 
     async def collective_rpc(self, method: str, timeout: Any = None, args: Any = (), kwargs: Any = None) -> list[Any]:
         """Call a method of every worker, by name, with arguments that are data: see `LLM.collective_rpc`."""
+        require(isinstance(method, str), "method", method, "the name of a method")
+        require(isinstance(args, list | tuple), "args", args, "a tuple")
         if timeout is not None or kwargs:
             raise InvalidRequestError("timeout and kwargs are not supported; give its arguments by args=(...).")
         return (await self._call("call_workers", method, list(args))).values

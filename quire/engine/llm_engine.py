@@ -10,6 +10,7 @@ from typing import Any
 
 from quire.config.engine_args import EngineArgs, EngineConfig
 from quire.config.families import built_family
+from quire.config.options import check_kind
 from quire.engine.build import build_core
 from quire.engine.core import Core, EngineCore
 from quire.engine.input_processor import InputProcessor, ProcessedInput
@@ -58,6 +59,7 @@ class LLMEngine:
             ConfigError, NotYetSupportedError: the options.
             ModelLoadError: the model's or the tokenizer's files.
         """
+        check_kind("engine_args", engine_args, EngineArgs)
         if (size := engine_args.data_parallel_size) > 1 and start is None:
             needed = "start=quire.entrypoints.replicated_core.ReplicatedCore"
             raise ConfigError(f"data_parallel_size={size} needs {needed}.")

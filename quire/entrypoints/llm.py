@@ -325,8 +325,9 @@ class LLM:
             mode: vLLM's, of no effect: between calls of this class no request runs.
 
         Raises:
-            InvalidRequestError: another level.
+            InvalidRequestError: another level or mode.
         """
+        require(mode in ("abort", "wait", "keep"), "mode", mode, "'abort', 'wait' or 'keep'")
         return self.llm_engine.core.call("sleep", level)
 
     def wake_up(self, tags: list[str] | None = None) -> None:

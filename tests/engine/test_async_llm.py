@@ -16,7 +16,7 @@ import pytest
 import tokenizers
 
 import quire
-from quire import LLM, AsyncLLM, AsyncOptions, EngineArgs, RequestOutputKind, SamplingParams
+from quire import LLM, AsyncLLM, AsyncOptions, EngineArgs, LLMEngine, RequestOutputKind, SamplingParams
 from quire.engine.clients.process import ProcessClient
 from quire.errors import (
     ConfigError,
@@ -290,6 +290,39 @@ def test_a_text_with_a_token_that_the_model_lacks_harms_no_neighbour(tmp_path: P
     assert len(innocent[-1].outputs[0].token_ids) == 50
     assert isinstance(stranger, InvalidRequestError)
     assert "'<|extra|>' (id 4096)" in str(stranger)
+
+
+def test_options_of_the_wrong_kind_are_refused_at_once() -> None:
+    wrong: list[tuple[dict[str, Any], str]] = [
+        ({"engine": "x"}, "engine must be one of 'process', 'thread', got 'x'"),
+        ({"max_num_queued_reqs": -1}, "max_num_queued_reqs must be an integer, at least 0, got -1"),
+        ({"log_level": "x"}, "log_level must be one of 'debug', 'info', .*, got 'x'"),
+        ({"step_timeout": "x"}, "step_timeout must be a number, over 0, got 'x'"),
+        ({"step_timeout": 0.0}, "step_timeout must be a number, over 0, got 0.0"),
+    ]
+    for given, message in wrong:
+        with pytest.raises(ConfigError, match=message):
+            AsyncOptions(**given)
+    for kind in (AsyncLLM, LLMEngine):
+        with pytest.raises(ConfigError, match=r"^engine_args must be EngineArgs\(\.\.\.\), got 'demo'\.$"):
+            kind.from_engine_args("demo")  # type: ignore[arg-type]
+    with pytest.raises(ConfigError, match=r"^options must be AsyncOptions\(\.\.\.\), got {'engine': 'thread'}\.$"):
+        AsyncLLM.from_engine_args(ARGS, options={"engine": "thread"})  # type: ignore[arg-type]
+
+
+def test_arguments_of_the_wrong_kind_are_named(engine: Engine) -> None:
+    llm: Any = engine.llm
+    asked: list[tuple[Callable[[], Coroutine[Any, Any, Any]], str]] = [
+        (lambda: llm.token_ids(5), "text must be a text; it is 5"),
+        (lambda: llm.collective_rpc("reset", args=5), "args must be a tuple; it is 5"),
+        (lambda: llm.collective_rpc(len), "method must be the name of a method; it is <built-in function len>"),
+        (lambda: llm.sleep(1, "nope"), "mode must be 'abort', 'wait' or None; it is 'nope'"),
+    ]
+    for ask, message in asked:
+        with pytest.raises(InvalidRequestError, match=message):
+            engine.run(ask())
+    with pytest.raises(InvalidRequestError, match=r"params must be BeamSearchParams; it is SamplingParams\("):
+        llm.beam_search("x", None, SamplingParams())
 
 
 def test_logits_processors_need_the_thread() -> None:

@@ -204,6 +204,8 @@ def test_wrong_words_are_refused(start: Callable[..., LLM]) -> None:
     for tags in wrong_tags:
         with pytest.raises(InvalidRequestError, match="^tags must be a list of 'weights' and 'kv_cache'; it is "):
             llm.wake_up(tags)
+    with pytest.raises(InvalidRequestError, match="^mode must be 'abort', 'wait' or 'keep'; it is 'nope'"):
+        llm.sleep(1, "nope")
     with pytest.raises(InvalidRequestError, match="^func must be a function of the model; it is 5"):
         llm.apply_model(5)  # type: ignore[arg-type]
     for name in ("nothing", "_load", "__init__"):
