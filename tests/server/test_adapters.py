@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import openai
 import pytest
@@ -58,12 +59,31 @@ def test_adapters_come_and_go(adapted: RunningServer) -> None:
     told = {"lora_name": "two", "lora_path": "voice-2"}
     assert adapted.post("/v1/load_lora_adapter", told).status == 200
     again = adapted.post("/v1/load_lora_adapter", told)
-    assert (again.status, "is taken" in again.body.decode()) == (400, True)
+    assert (again.status, "has already been loaded" in again.body.decode()) == (400, True)
     assert len({text(adapted, name) for name in ("demo", "one", "two")}) == 3
     assert adapted.post("/v1/unload_lora_adapter", {"lora_name": "two"}).status == 200
     assert adapted.post("/v1/unload_lora_adapter", {"lora_name": "two"}).status == 404
     assert adapted.post("/v1/completions", ASKED | {"model": "two"}).status == 404
     assert text(adapted, "one") == before
+
+
+def test_an_adapter_takes_the_place_of_another(adapted: RunningServer) -> None:
+    """Of its name, where that is asked for; whoever runs with the other goes on with that."""
+    told: dict[str, Any] = {"lora_name": "swap", "lora_path": "voice-2", "load_inplace": True}
+    asked: dict[str, Any] = ASKED | {"model": "swap", "max_tokens": 200, "extra_body": {"ignore_eos": True}}
+    assert adapted.post("/v1/load_lora_adapter", told).status == 200, "there need be none yet"
+    with openai.OpenAI(base_url=f"{adapted.url}/v1", api_key="none", max_retries=0) as client:
+        before = client.completions.create(**asked).choices[0].text
+        stream = client.completions.create(**asked, stream=True)
+        begun = next(stream).choices[0].text
+        assert adapted.post("/v1/load_lora_adapter", told | {"lora_path": "voice-1"}).status == 200
+        assert text(adapted, "swap") == text(adapted, "one")
+        assert begun + "".join(chunk.choices[0].text for chunk in stream) == before
+    for name in ("demo", "mood"):
+        answer = adapted.post("/v1/load_lora_adapter", told | {"lora_name": name})
+        assert answer.status == (400 if name == "demo" else 200), answer.body
+    assert adapted.post("/v1/load_lora_adapter", told | {"lora_name": "mood", "lora_path": "mood-1"}).status == 200
+    assert adapted.post("/v1/unload_lora_adapter", {"lora_name": "swap"}).status == 200
 
 
 def test_a_prompt_adapter_is_a_model_of_its_name(adapted: RunningServer) -> None:

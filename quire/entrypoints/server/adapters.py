@@ -67,6 +67,7 @@ class LoadRequest(BaseModel):
 
     lora_name: str = Field(min_length=1, max_length=200, description="The model's name for requests.")
     lora_path: str = Field(min_length=1, description="Its folder, below --allowed-adapter-dir.")
+    load_inplace: bool = Field(False, description="Take the place of an adapter of this name; its requests go on.")
 
 
 class UnloadRequest(BaseModel):
@@ -82,10 +83,14 @@ class UnloadRequest(BaseModel):
 async def load_adapter(body: LoadRequest, state: State) -> PlainTextResponse:
     """Load an adapter, while others' requests go on; from then on its name is a model's."""
     path = _allowed(body.lora_path, state)
-    if body.lora_name in state.adapters or body.lora_name in state.model_names:
-        raise InvalidRequestError(f"the name {body.lora_name!r} is taken; unload it, or give another.", "lora_name")
+    if body.lora_name in state.model_names or (body.lora_name in state.adapters and not body.load_inplace):
+        # Clients of vLLM look for "already been loaded".
+        remedy = "unload it, set load_inplace to replace an adapter, or give another name"
+        raise InvalidRequestError(f"{body.lora_name!r} has already been loaded: {remedy}.", "lora_name")
     request = await asyncio.to_thread(_request, body.lora_name, str(path))
     await state.llm.add_lora(request)
+    if body.load_inplace:  # a new id, so that what runs keeps what it began with
+        state.adapters.pop(body.lora_name, None)
     if state.adapters.setdefault(body.lora_name, request) is not request:
         raise InvalidRequestError(f"the name {body.lora_name!r} was taken meanwhile; give another.", "lora_name")
     return PlainTextResponse(f"Success: LoRA adapter '{body.lora_name}' added successfully.")
