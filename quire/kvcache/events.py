@@ -41,8 +41,7 @@ class KVEventLog:
     def _add_stored(self, table: BlockTable, number: int, run: list[int]) -> None:
         size, first, last = self._groups[number].block_size, run[0], run[-1] + 1
         parent, tokens = table.hashes[first - 1] if first else None, table.tokens(first * size, last * size)
-        stored = BlockStored(table.hashes[first:last], parent, tokens, size, group_idx=self._name(number))
-        self._events.append(stored)
+        self._events.append(BlockStored(table.hashes[first:last], parent, tokens, size, group_idx=self._name(number)))
 
     def _removed(self, group_idx: int | None, evicted: tuple[int, bytes]) -> None:
         _, block_hash = evicted

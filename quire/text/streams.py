@@ -304,8 +304,7 @@ class StreamFactory:
         special = frozenset(i for i, (_, is_special) in backend.added_tokens.items() if is_special)
         self._skipped = {True: special, False: frozenset[int]()}
         self._pieces = _parse_piece_decoder(backend.decoder_spec)
-        spec = backend.decoder_spec or {}
-        self._is_byte_level = spec.get("type") == "ByteLevel"
+        self._is_byte_level = (backend.decoder_spec or {}).get("type") == "ByteLevel"
         read = _byte_text if self._is_byte_level else self._piece_of
         self._tables = {skip: _Table[Any](self._id_to_token, ids, read) for skip, ids in self._skipped.items()}
 

@@ -226,8 +226,7 @@ class ModelRunner:
             row.state = self._make_state(row, task, task.params)
         except Exception as error:
             logger.exception("request %a: its sampling parameters can't be used", row.request.request_id)
-            message = f"{type(error).__name__} in its sampling parameters"
-            row.failure = Failure(FailureKind.INTERNAL, message)
+            row.failure = Failure(FailureKind.INTERNAL, f"{type(error).__name__} in its sampling parameters")
             row.state = self._make_state(row, task, SamplingParams())
         if self.ahead is not None:
             self.ahead.adopt(row, task)

@@ -31,8 +31,7 @@ def after(
         free = {"type": "sequence", "elements": parts}
         parts = [{"type": "or", "elements": [free, {"type": "const_string", "value": ""}]}]
     parts += [{"type": "const_string", "value": then}] if then else []
-    whole = {"type": "sequence", "elements": [*parts, format_of(params)]}
-    tag = {"type": "structural_tag", "format": whole}
+    tag = {"type": "structural_tag", "format": {"type": "sequence", "elements": [*parts, format_of(params)]}}
     return msgspec.structs.replace(params, **(dict.fromkeys(CONSTRAINTS) | {"structural_tag": tag}))
 
 

@@ -42,8 +42,7 @@ def source_of(params: StructuredOutputsParams, special_tokens: Mapping[str, int]
         case "grammar":
             return llguidance.LLMatcher.grammar_from_lark(lark_of(text))
         case _:
-            tag = parsed(text)
-            return lark_of_tag(tag, lambda schema: prepared(schema, params), special_tokens)
+            return lark_of_tag(parsed(text), lambda schema: prepared(schema, params), special_tokens)
 
 
 def prepared(schema: Any, params: StructuredOutputsParams) -> dict[str, Any]:

@@ -35,8 +35,7 @@ def lark_of_tag(tag: Any, prepare: Callable[[Any], Any], special_tokens: Mapping
     lark = Lark(special_tokens)
     writer = FormatWriter(lark, prepare)
     lark.rules.append(f"start: {writer.write(format)}")
-    grammars = [{"lark_grammar": "\n".join(lark.rules)}, *writer.grammars]
-    return json.dumps({"grammars": grammars})
+    return json.dumps({"grammars": [{"lark_grammar": "\n".join(lark.rules)}, *writer.grammars]})
 
 
 def regex_as_lark(text: str) -> str:
