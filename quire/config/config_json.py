@@ -13,12 +13,11 @@ from typing import Any
 from quire.config.families import BY_ARCHITECTURE, BY_MODEL_TYPE, family_of
 from quire.config.gguf import gguf_config
 from quire.config.quantized import read_quantization
-from quire.errors import ConfigError, ModelLoadError, NotYetSupportedError
-from quire.sampling_params import GENERATION_KEYS
+from quire.errors import ConfigError, InvalidRequestError, ModelLoadError, NotYetSupportedError
+from quire.sampling_params import GENERATION_KEYS, SamplingParams
 
 logger = logging.getLogger(__name__)
 
-_INTEGER_SAMPLING_KEYS = ("top_k", "max_new_tokens")
 _UNSCALED_ROPE_TYPES = ("default", "llama3", "longrope", "su")  # max_position_embeddings is the scaled length already
 _DEFAULT_MAX_MODEL_LEN = 2048  # where config.json names no length
 _TOO_LARGE = 2**31  # no size of a model reaches it
@@ -112,9 +111,8 @@ class ConfigReader:
     def positive_int(self, *names: str, default: int | None = None, most: int = _TOO_LARGE - 1) -> int:
         value = self.get(*names, default=default)
         if value is None:
-            hint = ""
-            if self.architecture not in BY_ARCHITECTURE:
-                hint = f" Architecture {self.architecture!r} is not one that this version of Quire reads."
+            known = self.architecture in BY_ARCHITECTURE
+            hint = "" if known else f" Architecture {self.architecture!r} is not one that this version of Quire reads."
             raise self.error(f"has no {' or '.join(map(repr, names))}.{hint}")
         if type(value) is not int or not 1 <= value <= most:
             raise self.error(f"has {names[0]} = {value!r}; it must be a whole number from 1 to {most}.")
@@ -152,9 +150,8 @@ class ConfigReader:
         for key, rope in (("rope_scaling", scaling), ("rope_parameters", parameters)):
             if not isinstance(rope, dict):
                 raise self.error(f"has {key} = {rope!r}; it must be an object or null.")
-        window: dict[str, Any] | None = None
-        if (local := self.get("rope_local_base_freq")) is not None:
-            window = self._one_rope({}, {"rope_type": "default", "rope_theta": local})
+        local = self.get("rope_local_base_freq")
+        window = None if local is None else self._one_rope({}, {"rope_type": "default", "rope_theta": local})
         by_type = parameters or scaling
         if any(isinstance(value, dict) for value in by_type.values()):
             if window is None or set(by_type) - {"full_attention", "sliding_attention"}:
@@ -198,7 +195,12 @@ class ConfigReader:
         """The sliding window of each layer: by `layer_types`, else by the family's older keys."""
         layer_types, switch = self.get("layer_types"), self.family.window_switch
         if layer_types is not None:
-            self._check_layer_types(layer_types, num_layers)
+            if not isinstance(layer_types, list):
+                raise self.error(f"has layer_types = {layer_types!r}; it must be a list.")
+            if other := [kind for kind in layer_types if kind not in ("full_attention", "sliding_attention")]:
+                raise NotYetSupportedError(f"Model {self.model!r} has layers of type {other[0]!r}: not supported yet.")
+            if len(layer_types) != num_layers:
+                raise self.error(f"has {len(layer_types)} layer_types for {num_layers} layers.")
         if self.get("sliding_window") is None or (switch and not self.get(switch, default=False)):
             return (None,) * num_layers
         window = self.positive_int("sliding_window")
@@ -209,14 +211,6 @@ class ConfigReader:
         if type(first) is not int:
             raise self.error(f"has max_window_layers = {first!r}; it must be a whole number.")
         return tuple(window if self.family.windowed(self.get, layer) else None for layer in range(num_layers))
-
-    def _check_layer_types(self, layer_types: Any, num_layers: int) -> None:
-        if not isinstance(layer_types, list):
-            raise self.error(f"has layer_types = {layer_types!r}; it must be a list.")
-        if strange := [kind for kind in layer_types if kind not in ("full_attention", "sliding_attention")]:
-            raise NotYetSupportedError(f"Model {self.model!r} has layers of type {strange[0]!r}: not supported yet.")
-        if len(layer_types) != num_layers:
-            raise self.error(f"has {len(layer_types)} layer_types for {num_layers} layers.")
 
     def _architecture(self) -> str:
         names = self.config.get("architectures")
@@ -261,15 +255,16 @@ def eos_token_ids(*files: dict[str, Any]) -> tuple[int, ...]:
 
 
 def generation_defaults(generation: dict[str, Any], model: str) -> dict[str, Any]:
-    """The sampling values that generation_config.json states; a value that is no number is left out, with a warning."""
+    """The sampling values that generation_config.json states; what no request may have is left out, with a warning."""
     defaults: dict[str, Any] = {}
     for key in GENERATION_KEYS:
         if (value := generation.get(key)) is None:
             continue
-        if _is_number(value) and (type(value) is int or key not in _INTEGER_SAMPLING_KEYS):
+        try:
+            SamplingParams.from_generation_defaults({key: value})
             defaults[key] = value
-        else:
-            logger.warning("generation_config.json of %s: %s = %r ignored", model, key, value)
+        except InvalidRequestError as error:
+            logger.warning("generation_config.json of %s: %s = %r ignored: %s", model, key, value, error)
     return defaults
 
 

@@ -193,6 +193,18 @@ def test_generation_defaults_are_sampling_values_only(tmp_path: Path, caplog: py
     assert "repetition_penalty" in caplog.text
 
 
+@pytest.mark.parametrize(
+    ("name", "value"), [("temperature", -1.0), ("top_p", 7), ("top_k", 1.5), ("max_new_tokens", 0)]
+)
+def test_a_generation_default_that_no_request_may_have_is_left_out(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, name: str, value: float
+) -> None:
+    """Else every request that says nothing of it would be refused for it."""
+    with caplog.at_level(logging.WARNING):
+        assert load(tmp_path, LLAMA, {name: value, "min_p": 0.1}).generation_defaults == {"min_p": 0.1}
+    assert f"{name} = {value} ignored: {name.replace('_new', '')} must be" in caplog.text
+
+
 def test_overrides(tmp_path: Path) -> None:
     overrides = {"rope_scaling": {"rope_type": "yarn", "factor": 2.0}, "eos_token_id": 5}
     config = load(tmp_path, LLAMA | {"rope_parameters": {"rope_type": "default"}}, hf_overrides=overrides)
