@@ -6,6 +6,7 @@ the same in a config.json of their own (`quire.config.gguf`). Must not know opti
 
 import json
 import logging
+import os
 import re
 from pathlib import Path
 from typing import Any
@@ -53,6 +54,22 @@ def read_config(path: Path, model: str, overrides: dict[str, Any]) -> tuple[dict
     if (quantization := read_quantization(config, path, model, read_json)) is not None:
         config["quantization_config"] = quantization
     return config, generation
+
+
+def read_generation(source: str) -> dict[str, Any]:
+    """What the option generation_config names: a file, or generation_config.json of a folder; {} of "vllm".
+
+    Raises:
+        ConfigError: neither is there. ModelLoadError: it can't be read, or is broken.
+    """
+    if source in ("vllm", "quire"):
+        return {}
+    file = Path(os.path.expanduser(source))
+    file = file if os.path.isfile(file) else file / "generation_config.json"
+    if not os.path.isfile(file):  # nor is a name that is too long
+        what = "is neither 'auto' nor 'vllm', nor a folder with generation_config.json"
+        raise ConfigError(f"generation_config={source[:200]!r} {what}.")
+    return read_json(file.parent, file.name, source)
 
 
 def parse_json(path: Path, owner: str) -> Any:

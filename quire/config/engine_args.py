@@ -30,6 +30,7 @@ _Method = Literal[MadeMethod, KeptMethod, "gguf"]
 _Kernels = Literal["auto", "amx", "avx512_bf16", "avx512_vnni", "avx2", "neon_bf16", "neon_dot", "portable", "torch"]
 MAX_LORA_RANK = 256
 _OF_MODEL = ("dtype", "max_model_len", "revision", "seed", "hf_overrides", "load_format", "download_dir")  # its options
+_OF_MODEL += ("generation_config",)
 
 
 @dataclass(frozen=True)
@@ -80,8 +81,9 @@ class EngineArgs:
     """Where hub downloads are cached; the hub's default place if unset."""
     hf_overrides: dict[str, Any] | None = option(None)
     """Entries that replace those of the model's config.json (JSON)."""
-    generation_config: Literal["auto", "vllm", "quire"] = option("auto")
-    """'auto' takes default sampling parameters from the model's generation_config.json, 'vllm' neutral ones."""
+    generation_config: str = option("auto", expands=True)
+    """'auto' takes default sampling parameters from the model's generation_config.json, 'vllm' neutral ones; else from
+    such a file, or that of a folder, and what ends a text there does so besides the model's."""
     override_generation_config: dict[str, Any] | None = option(None)
     """Entries that replace, or add to, those of generation_config.json (JSON)."""
     seed: int = option(0, -(2**63), 2**63 - 1)
@@ -248,8 +250,7 @@ class EngineArgs:
             ModelLoadError: the model's files are missing or broken.
         """
         model = ModelConfig.from_pretrained(self.model, **{name: getattr(self, name) for name in _OF_MODEL})
-        generation = model.generation_defaults if self.generation_config == "auto" else {}
-        model = dataclasses.replace(model, generation_defaults=generation | self._generation_overrides())
+        model = dataclasses.replace(model, generation_defaults=model.generation_defaults | self._generation_overrides())
         quantization = check_method(self.quantization, model.hf_config, model.model, self.device == "cuda")
         budget = 2048 if self.enable_chunked_prefill else max(2048, model.max_model_len)
         speculative = self._speculative()

@@ -14,7 +14,7 @@ from typing import Any
 
 import msgspec
 
-from quire.config.config_json import ConfigReader, eos_token_ids, generation_defaults, read_config
+from quire.config.config_json import ConfigReader, eos_token_ids, generation_defaults, read_config, read_generation
 from quire.errors import ConfigError
 from quire.utils.hub import CONFIG_PATTERNS, WEIGHT_PATTERNS, resolve_model_path
 
@@ -46,7 +46,7 @@ class ModelConfig:
     derived_max_model_len: int  # tokens that the model's position encoding supports
     max_model_len: int  # tokens of prompt + output that the engine allows
     tie_word_embeddings: bool
-    eos_token_ids: tuple[int, ...]  # config.json's first, then generation_config.json's
+    eos_token_ids: tuple[int, ...]  # config.json's first, then those of generation_config.json, or of several
     generation_defaults: dict[str, Any]  # sampling values of generation_config.json, under its names
     seed: int = 0
 
@@ -67,6 +67,7 @@ class ModelConfig:
         hf_overrides: dict[str, Any] | None = None,
         load_format: str = "auto",
         download_dir: str | Path | None = None,
+        generation_config: str = "auto",
     ) -> "ModelConfig":
         """Resolve `model` to a directory (downloading a hub id if need be) and read its configuration.
 
@@ -76,6 +77,7 @@ class ModelConfig:
                 float32 checkpoint runs in half the memory with "bfloat16" or "half".
             max_model_len: tokens of prompt + output; at most, and by default, what the position encoding supports.
             hf_overrides: keys of config.json to replace before it is read.
+            generation_config: as `EngineArgs.generation_config`; what ends a text there does so besides the model's.
             load_format: as `EngineArgs.load_format`; "dummy" needs (and downloads) no weights.
 
         Types and ranges of all these are checked already, where `EngineArgs` is made.
@@ -89,6 +91,7 @@ class ModelConfig:
         patterns = CONFIG_PATTERNS if load_format == "dummy" else CONFIG_PATTERNS + WEIGHT_PATTERNS
         path = resolve_model_path(name, revision, cache_dir=download_dir, allow_patterns=patterns)
         config, generation = read_config(path, name, hf_overrides or {})
+        defaults = generation if generation_config == "auto" else read_generation(generation_config)
         reader = ConfigReader(config, name)
         shapes = reader.shapes()
         rope, window_rope = reader.rope_parameters()
@@ -107,8 +110,8 @@ class ModelConfig:
             derived_max_model_len=derived,
             max_model_len=_resolve_max_model_len(max_model_len, derived, reader.family.learned_positions),
             tie_word_embeddings=bool(reader.get("tie_word_embeddings", default=False)),
-            eos_token_ids=eos_token_ids(config, generation),
-            generation_defaults=generation_defaults(generation, name),
+            eos_token_ids=eos_token_ids(config, generation, defaults),
+            generation_defaults=generation_defaults(defaults, name),
             seed=seed,
         )
 

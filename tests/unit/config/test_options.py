@@ -17,7 +17,7 @@ from quire.entrypoints.cli.flags import documentation
 from quire.entrypoints.cli.load.options import LoadArgs
 from quire.entrypoints.not_yet import engine_args
 from quire.entrypoints.server.options import ServerArgs
-from quire.errors import ConfigError, NotYetSupportedError
+from quire.errors import ConfigError, ModelLoadError, NotYetSupportedError
 from quire.sampling_params import SamplingParams
 
 
@@ -151,6 +151,27 @@ def test_defaults_of_requests_are_overridden() -> None:
         params(override_generation_config={"temprature": 1})
     with pytest.raises(ConfigError, match="override_generation_config: temperature must be"):
         params(override_generation_config={"temperature": -1})
+
+
+def test_defaults_of_requests_are_taken_from_elsewhere(tmp_path: Path) -> None:
+    """From a folder or a file, in place of the model's; what ends a text there does so besides what the model has."""
+    file = tmp_path / "generation_config.json"
+    file.write_text('{"temperature": 0.25, "eos_token_id": [4, 9]}')
+    own = EngineArgs(model="demo").resolve()
+    for source in (tmp_path, str(file)):
+        config = EngineArgs(model="demo", generation_config=source, override_generation_config={"top_k": 3}).resolve()
+        assert config.default_sampling_params() == SamplingParams(temperature=0.25, top_k=3)
+        assert config.model.eos_token_ids == (*own.model.eos_token_ids, 9)
+    neutral = EngineArgs(model="demo", generation_config="vllm").resolve()
+    assert neutral.model.eos_token_ids == own.model.eos_token_ids
+    for nowhere in ("vlm", str(tmp_path / "nowhere"), "x" * 5000):
+        message = "^generation_config='.* is neither 'auto' nor 'vllm', nor a folder with generation_config.json.$"
+        with pytest.raises(ConfigError, match=message) as error:
+            EngineArgs(model="demo", generation_config=nowhere).resolve()
+        assert len(str(error.value)) < 400
+    file.write_text("[")
+    with pytest.raises(ModelLoadError, match="generation_config.json of .* is not valid JSON"):
+        EngineArgs(model="demo", generation_config=str(tmp_path)).resolve()
 
 
 @pytest.mark.parametrize(
