@@ -63,8 +63,7 @@ async def _encode_with_lists(answer: dict[str, Any], **lists: list[Any] | None) 
         for start in range(0, len(entries or ()), _PART):
             if start:
                 await asyncio.sleep(0)  # others' turn
-            part = encode((entries or [])[start : start + _PART])[1:-1]
-            parts.append(b"," * (start > 0) + part)
+            parts.append(b"," * (start > 0) + encode((entries or [])[start : start + _PART])[1:-1])
         parts[-1] += b"" if entries is None else b"]"
     parts[-1] += b"}"
     return parts

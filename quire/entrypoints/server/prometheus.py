@@ -106,8 +106,7 @@ class Figures(Collector):
         deferred = sum(stats.waiting_reasons.get(reason, 0) for reason in _PREPARING)
         kinds = {"capacity": stats.num_requests_waiting - deferred, "deferred": deferred}
         yield "vllm:num_requests_waiting_by_reason", "Those that wait for room, or for another.", _by("reason", kinds)
-        reasons = _by("reason", stats.waiting_reasons)
-        yield "quire:requests_waiting_by_reason", "Sequences that wait, by why.", reasons
+        yield "quire:requests_waiting_by_reason", "Sequences that wait, by why.", _by("reason", stats.waiting_reasons)
         if stats.limits is not None:
             yield "quire:scheduling_policy_info", "The policy; always 1.", _by("policy", {stats.limits.policy: 1})
 

@@ -40,8 +40,7 @@ def refuse(reason: str, *harmless: object) -> BeforeValidator:
         if value is not None and value not in same_kind:
             raise ValueError(reason)
 
-    passing = WithJsonSchema({"enum": [None, *harmless]})
-    return BeforeValidator(check, json_schema_input_type=Annotated[Any, passing])
+    return BeforeValidator(check, json_schema_input_type=Annotated[Any, WithJsonSchema({"enum": [None, *harmless]})])
 
 
 def _read_stops(value: Any) -> list[str] | None:

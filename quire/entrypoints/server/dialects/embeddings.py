@@ -141,8 +141,7 @@ async def _read_as(
     state: ServerState, body: AnyRequest, request_id: str, fields: dict[str, Any], form: _Form
 ) -> _Asked:
     state.unknown_fields.note(body)
-    asked = validated(EmbeddingRequest, fields | {"model": body.model})
-    return await read_embedding(state, asked, request_id, form)
+    return await read_embedding(state, validated(EmbeddingRequest, fields | {"model": body.model}), request_id, form)
 
 
 def _packed(vector: list[float]) -> str:

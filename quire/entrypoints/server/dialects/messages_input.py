@@ -72,8 +72,7 @@ def _messages(body: ConversationRequest) -> list[dict[str, Any]]:
         messages.append({"role": "system", "content": _texts(body.system, "system")})
     for place, message in enumerate(body.messages):
         where = f"messages[{place}].content"
-        read = _assistant_message if message.role == "assistant" else _other_messages
-        messages += read(message, where)
+        messages += (_assistant_message if message.role == "assistant" else _other_messages)(message, where)
     name_results(messages, "messages", "tool_use", "tool_result")
     return messages
 

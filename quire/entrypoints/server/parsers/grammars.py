@@ -102,8 +102,7 @@ def _with_calls(lark: Lark, offer: Offer, frame: Frame, free: bool) -> list[str]
         return [alone]
     if trigger in lark.tokens:
         return [f"{ANY_TEXT} {alone}"]
-    lead = lark.until(trigger)
-    return [f"{lead} {_calls(lark, offer, frame, opened=trigger)}"]
+    return [f"{lark.until(trigger)} {_calls(lark, offer, frame, opened=trigger)}"]
 
 
 def _calls(lark: Lark, offer: Offer, frame: Frame, opened: str = "") -> str:
