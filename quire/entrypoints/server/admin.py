@@ -60,8 +60,7 @@ async def get_limits(state: State) -> Limits:
 @router.post("/admin/limits", tags=["admin"], response_model=LimitsAnswer)
 async def set_limits(body: LimitChanges, state: Changeable) -> Limits:
     """Keep to other limits from the next step on; what runs goes on."""
-    given: dict[str, Any] = body.model_dump(exclude_unset=True)
-    return await state.llm.set_limits(**given)
+    return await state.llm.set_limits(**body.model_dump(exclude_unset=True))
 
 
 class EngineList(BaseModel):

@@ -46,8 +46,7 @@ async def tokenize(body: forms.TokenizeRequest, state: State) -> Response:
     tokenizer = _tokenizer(state)
     of_chat = forms.is_chat(body)
     text = await _render(body, state) if of_chat else body.prompt
-    special = not of_chat if body.add_special_tokens is None else body.add_special_tokens
-    ids = await state.llm.token_ids(text, special)
+    ids = await state.llm.token_ids(text, not of_chat if body.add_special_tokens is None else body.add_special_tokens)
     strings = await asyncio.to_thread(tokenizer.convert_ids_to_tokens, ids) if body.return_token_strs else None
     answer = {"count": len(ids), "max_model_len": state.llm.config.model.max_model_len}
     response = JsonParts(await _encode_with_lists(answer, tokens=ids, token_strs=strings))

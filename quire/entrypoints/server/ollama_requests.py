@@ -25,6 +25,9 @@ class OllamaRequest(AnyRequest):
     """'json', or a schema."""
     think: bool | str | None = None
     """Whether to think, or how much; for a model that can."""
+    logprobs: bool | None = None
+    top_logprobs: int | None = Field(None, ge=0, le=20)
+    """How many in the place of each token; only with logprobs."""
     keep_alive: str | float | None = None
     """Of no effect: the server's own --keep-alive holds."""
 

@@ -75,8 +75,7 @@ def plan_parsing(
         return Parsing(params)
     tokenizer = state.llm.tokenizer
     assert tokenizer is not None, "there is a template"
-    marks = (thoughts.marks if thoughts else ()) + (form.marks if form else ())
-    tokens, hidden = _tokens(tokenizer, marks)
+    tokens, hidden = _tokens(tokenizer, (thoughts.marks if thoughts else ()) + (form.marks if form else ()))
     if budget is not None and thoughts and not any(thoughts.closes[0].startswith(mark) for mark in tokens):
         end = f"{thoughts.closes[0]!r}, the end of a thought, begins with a token of its own"
         raise InvalidRequestError(f"{_BUDGET} needs a model for which {end}; leave it out.", _BUDGET)

@@ -181,23 +181,25 @@ class ChatWriter:
         """Of the delta's tokens, where they were asked for."""
         if not self._body.logprobs:
             return None
-        num_top = self._body.top_logprobs or 0
-        num_top = None if num_top == -1 else num_top
-        content: list[responses.TokenLogprob] = []
-        for token_id, entry in zip(delta.token_ids, delta.logprobs, strict=True):
-            assert entry is not None, "only a prompt's first token has none"
-            likeliest = sorted(entry.items(), key=lambda item: -item[1].logprob)[:num_top]
-            chosen = self._named(token_id, entry[token_id])
-            content.append(
-                responses.TokenLogprob(chosen.token, chosen.logprob, chosen.bytes, [self._named(*e) for e in likeliest])
-            )
-        return responses.ChatLogprobs(content)
+        return responses.ChatLogprobs(token_logprobs(delta, self._body.top_logprobs or 0, self._as_ids))
 
-    def _named(self, token_id: int, entry: Logprob) -> responses.TopLogprob:
+
+def token_logprobs(delta: Delta, num_top: int, as_ids: bool = False) -> list[responses.TokenLogprob]:
+    """Those of a delta's tokens, with the likeliest in the place of each; -1: all that there are."""
+
+    def named(token_id: int, entry: Logprob) -> responses.TopLogprob:
         text = entry.decoded_token
         # A replacement character stands for bytes that are no text by themselves.
         given = None if text is None or "\ufffd" in text else list(text.encode())
-        return responses.TopLogprob(token_name(token_id, text, self._as_ids), bounded(entry.logprob), given)
+        return responses.TopLogprob(token_name(token_id, text, as_ids), bounded(entry.logprob), given)
+
+    content: list[responses.TokenLogprob] = []
+    for token_id, entry in zip(delta.token_ids, delta.logprobs, strict=True):
+        assert entry is not None, "only a prompt's first token has none"
+        likeliest = sorted(entry.items(), key=lambda item: -item[1].logprob)[: None if num_top == -1 else num_top]
+        chosen, top = named(token_id, entry[token_id]), [named(*each) for each in likeliest]
+        content.append(responses.TokenLogprob(chosen.token, chosen.logprob, chosen.bytes, top))
+    return content
 
 
 def _delta_of(events: Sequence[ContentEvent], thoughts: bool) -> responses.ChatDelta:

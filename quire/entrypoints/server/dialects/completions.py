@@ -133,7 +133,7 @@ class CompletionWriter:
                 self._echoed[delta.place] = writer.write(output.prompt_token_ids, output.prompt_logprobs or (), 0, echo)
             echoed, start = self._echoed[delta.place]
         written, self._offsets[delta.index] = writer.write(delta.token_ids, delta.logprobs, start, echo)
-        return written if echoed is None else _following(echoed, written)
+        return written if echoed is None else CompletionLogprobs(*map(add, astuple(echoed), astuple(written)))
 
 
 class _LogprobWriter:
@@ -184,10 +184,6 @@ class _LogprobWriter:
 
     def _decode(self, token_id: int) -> str | None:
         return None if self._tokenizer is None else self._tokenizer.decode([token_id], skip_special_tokens=False)
-
-
-def _following(first: CompletionLogprobs, second: CompletionLogprobs) -> CompletionLogprobs:
-    return CompletionLogprobs(*map(add, astuple(first), astuple(second)))
 
 
 @lru_cache(maxsize=1 << 16)

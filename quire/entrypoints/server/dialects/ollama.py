@@ -9,6 +9,7 @@ from datetime import UTC, datetime
 from typing import Any
 
 from quire.entrypoints.server.completion_request import OtherCompletion
+from quire.entrypoints.server.dialects.chat import token_logprobs
 from quire.entrypoints.server.dialects.completions import read_completion
 from quire.entrypoints.server.dialects.through_chat import read_through_chat, renamed, validated, within_context
 from quire.entrypoints.server.errors import ErrorInfo
@@ -21,11 +22,11 @@ from quire.entrypoints.server.ollama_requests import (
 )
 from quire.entrypoints.server.parsers.base import ReasoningDelta, TextDelta, ToolCallDelta, ToolCallEnd, ToolCallStart
 from quire.entrypoints.server.requests_common import AnyRequest, GenerationRequest, wrong
-from quire.entrypoints.server.responses import encode
+from quire.entrypoints.server.responses import TokenLogprob, encode
 from quire.entrypoints.server.service import TurnRequest
 from quire.entrypoints.server.state import ServerState
 from quire.entrypoints.server.timings import timings_of
-from quire.entrypoints.server.turn import ContentEvent, Turn, arguments_of
+from quire.entrypoints.server.turn import ContentEvent, Delta, Turn, arguments_of
 from quire.errors import InvalidRequestError
 
 _OPTIONS = ("temperature", "top_k", "top_p", "min_p", "presence_penalty", "frequency_penalty", "seed", "stop")
@@ -43,6 +44,7 @@ async def read_ollama(
 ) -> "tuple[TurnRequest, OllamaWriter]":
     """See `Read`."""
     state.unknown_fields.note(body)
+    num_top = (body.top_logprobs or 0) if body.logprobs else None
     fields, plain = _fields(body), GenerationRequest.model_validate({"model": body.model, "stream": body.stream})
     tokenizer, raw = state.llm.tokenizer, None
     if isinstance(body, OllamaChatRequest):
@@ -56,31 +58,43 @@ async def read_ollama(
 
     async def read(limit: int | None) -> tuple[TurnRequest, Turn]:
         if raw is None:
-            turn, writer = await read_through_chat(state, plain, request_id, fields | {"max_tokens": limit}, _NAMES)
+            asked = fields | {"max_tokens": limit, "logprobs": num_top is not None, "top_logprobs": num_top}
+            turn, writer = await read_through_chat(state, plain, request_id, asked, _NAMES)
             if "think" in (plain.model_extra or ()):
                 raise InvalidRequestError("think is of no use: this model's chat template has no thoughts.", "think")
             return turn, writer.turn
         own = {name: value for name, value in fields.items() if name in OtherCompletion.model_fields}
         own |= {"prompt": raw, "max_tokens": -1 if limit is None else limit, **plain.model_dump(exclude_unset=True)}
-        with renamed(_NAMES):
-            turn, completion = await read_completion(state, validated(OtherCompletion, own), request_id)
+        with renamed(_NAMES | {"logprobs": "top_logprobs"}):
+            turn, completion = await read_completion(
+                state, validated(OtherCompletion, own | {"logprobs": num_top}), request_id
+            )
         return turn, completion.turn
 
     limit = (body.options and body.options.num_predict) or 0
     request, turn = await within_context(read, limit if limit >= 1 else None, _NAMES["max_tokens"])
-    name = state.check_model(body.model)
-    return request, OllamaWriter(name, turn, len(request.prompts[0].token_ids), isinstance(body, OllamaChatRequest))
+    facts = len(request.prompts[0].token_ids), isinstance(body, OllamaChatRequest), num_top
+    return request, OllamaWriter(state.check_model(body.model), turn, *facts)
 
 
 class OllamaWriter(EventWriter):
-    """Writes one answer. See `EventWriter`."""
+    """Writes one answer. See `EventWriter`. `num_top`: None where no logprobs were asked for."""
 
-    def __init__(self, model: str, turn: Turn, num_prompt_tokens: int, is_chat: bool) -> None:
-        self.turn = turn
+    def __init__(self, model: str, turn: Turn, num_prompt_tokens: int, is_chat: bool, num_top: int | None) -> None:
+        self.turn, self._num_top = turn, num_top
         self._model, self._is_chat, self._num_prompt_tokens = model, is_chat, num_prompt_tokens
         self._text, self._thought = list[str](), list[str]()
         self._calls: list[dict[str, Any]] = []
         self._arguments = ""
+        self._logprobs: list[TokenLogprob] = []
+
+    def take(self, delta: Delta) -> list[Event]:
+        events = super().take(delta)
+        if self._num_top is not None and (told := token_logprobs(delta, self._num_top)):
+            self._logprobs += told
+            events = events or [self._piece()]
+            events[0]["logprobs"] = told
+        return events
 
     def part(self, part: ContentEvent) -> list[Event]:
         match part:
@@ -107,7 +121,8 @@ class OllamaWriter(EventWriter):
         return [{"error": error.message}]
 
     def answer(self) -> dict[str, Any]:
-        return self._piece("".join(self._text), "".join(self._thought), self._calls) | self._end()
+        told = {} if self._num_top is None else {"logprobs": self._logprobs}
+        return self._piece("".join(self._text), "".join(self._thought), self._calls) | self._end() | told
 
     def _piece(self, text: str = "", thought: str = "", calls: Sequence[dict[str, Any]] = ()) -> Event:
         head = {"model": self._model, "created_at": now()}

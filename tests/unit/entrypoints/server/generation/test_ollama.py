@@ -55,6 +55,27 @@ def test_an_answer_and_its_lines(client: TestClient, path: str, body: dict[str, 
     assert beyond["done_reason"] == "stop"
 
 
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [("/api/chat", HI), ("/api/generate", {"prompt": "Hi"}), ("/api/generate", {"prompt": "Hi", "raw": True})],
+)
+def test_logprobs(client: TestClient, path: str, body: dict[str, Any]) -> None:
+    """Of each token, with the likeliest in its place; in a stream with the piece that its token came by."""
+    told = post(client, path, **body, logprobs=True, top_logprobs=2)["logprobs"]
+    assert len(told) > 3
+    for entry in told:
+        assert entry["bytes"] is None or bytes(entry["bytes"]).decode() == entry["token"]
+        assert [top["logprob"] for top in entry["top_logprobs"]] == [-0.6, -0.7]
+        assert (entry["token"], entry["logprob"]) == (entry["top_logprobs"][1]["token"], -0.7)
+    pieces = lines(client, path, **body, logprobs=True, top_logprobs=2)
+    assert [entry for piece in pieces for entry in piece.get("logprobs", [])] == told
+    bare = post(client, path, **body, logprobs=True)["logprobs"]
+    assert [entry["top_logprobs"] for entry in bare] == [[]] * len(told)
+    assert "logprobs" not in post(client, path, **body, top_logprobs=2)
+    answer = client.post(path, json={"model": "demo", "logprobs": True, "top_logprobs": 21} | body)
+    assert (answer.status_code, "top_logprobs" in answer.json()["error"]) == (400, True)
+
+
 def test_options_and_formats_reach_the_engine(server: Any, client: TestClient) -> None:
     options = {"temperature": 0.5, "top_k": 7, "top_p": 0.9, "min_p": 0.1, "seed": 4, "stop": ["x"], "num_predict": -1}
     options |= {"repeat_penalty": 1.2, "presence_penalty": 0.3, "frequency_penalty": 0.4, "num_ctx": 9, "mirostat": 0}
