@@ -30,5 +30,4 @@ class DraftCounts:
 
     def stats(self) -> SpeculationStats:
         """The figures of this moment."""
-        per_position = [*self._counts.num_accepted_tokens_per_pos]
-        return structs.replace(self._counts, num_accepted_tokens_per_pos=per_position)
+        return structs.replace(self._counts, num_accepted_tokens_per_pos=[*self._counts.num_accepted_tokens_per_pos])

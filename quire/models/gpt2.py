@@ -45,6 +45,5 @@ def build(config: ModelConfig, builder: Builder) -> CausalLM:
     body = builder.child("model")
     embedding = body.embedding("embed_tokens", config.vocab_size, size)
     positions = body.first.positions("embed_positions", config.derived_max_model_len, size)
-    layers = body.layers(config.num_layers, layer)
-    decoder = Decoder(embedding, layers, body.layer_norm(size, eps), positions)
+    decoder = Decoder(embedding, body.layers(config.num_layers, layer), body.layer_norm(size, eps), positions)
     return CausalLM(config, builder, decoder, embedding, FORMAT)

@@ -47,8 +47,7 @@ class WeightFormats:
         """
         if self.blocks is None:
             return self.table if table else self.linear
-        owner = name.rpartition(".")[0]
-        names = [f"{owner}.{part}" if part else name for part in parts or ("",)]
+        names = [f"{name.rpartition('.')[0]}.{part}" if part else name for part in parts or ("",)]
         kept = [self.kept.get(self.blocks.get(part, ""), self.plain) for part in names]
         if len(set(kept)) == 1:
             return kept[0]

@@ -106,6 +106,5 @@ class Guidance:
     def _begin(self, sequence: Sequence) -> Matcher | None:
         """Where a sequence stands that is drawn under its grammar for the first time; None where it has none."""
         if (grammar := sequence.group.grammar) is not None:
-            goes_on = sequence.group.task.params.ignore_eos
-            sequence.matcher = grammar.matcher(sequence.output_token_ids, goes_on)
+            sequence.matcher = grammar.matcher(sequence.output_token_ids, sequence.group.task.params.ignore_eos)
         return sequence.matcher

@@ -45,8 +45,7 @@ class _Folding:
     def after_norm(self, path: str, linears: list[str], gates: list[str]) -> None:
         """`linears`, and `gates` that are not quantized, are what is given the norm's output."""
         layer, norm = self.layer, self.layer.norms[path]
-        activity = torch.stack([self.inputs[each].activity for each in linears]).sum(0)
-        scales = self._search(linears, activity)
+        scales = self._search(linears, torch.stack([self.inputs[each].activity for each in linears]).sum(0))
         changed, offset = dict(layer.weights), float(getattr(norm, "plus_one", False))
         for key in (layer.model.form.checkpoint_name(f"{path}.{name}") for name, _ in norm.named_parameters()):
             changed[key] = ((changed[key] + offset) / scales - offset).to(layer.dtypes[key]).float()

@@ -190,8 +190,7 @@ def checksum(flat: Tensor) -> int:
     """
     whole = flat.numel() // (8 * _SUMMED) * (8 * _SUMMED)
     sums = flat[:whole].view(torch.int64).view(-1, _SUMMED).numpy().sum(1)
-    rest = zlib.crc32(memoryview(cast(Any, flat[whole:].numpy())))
-    return zlib.crc32(memoryview(cast(Any, sums)), rest)
+    return zlib.crc32(memoryview(cast(Any, sums)), zlib.crc32(memoryview(cast(Any, flat[whole:].numpy()))))
 
 
 @contextlib.contextmanager
