@@ -8,6 +8,7 @@ import itertools
 from collections.abc import Sequence
 from dataclasses import replace
 from threading import RLock
+from typing import Any
 
 from tqdm import tqdm
 
@@ -15,17 +16,27 @@ from quire.engine.llm_engine import LLMEngine
 from quire.errors import InvalidRequestError
 from quire.inputs import PromptType
 from quire.outputs import RequestOutput
+from quire.protocol.core import CallName
 from quire.protocol.requests import Terms
 from quire.sampling_params import RequestOutputKind, SamplingParams
 
 
 class Batches:
-    """What runs batches on an engine, one after another; threads wait for their turn."""
+    """What runs batches on an engine, one after another; threads wait for their turn.
+
+    Attributes:
+        turn: held by the thread whose turn it is.
+    """
 
     def __init__(self, engine: LLMEngine) -> None:
         self._engine = engine
         self._request_ids = itertools.count()
-        self._turn = RLock()  # of threads: a step hands out whatever outputs there are
+        self.turn = RLock()  # a step hands out whatever outputs there are
+
+    def call(self, name: CallName, *arguments: Any) -> Any:
+        """Call a method of the engine's core, by its name."""
+        with self.turn:
+            return self._engine.core.call(name, *arguments)
 
     def run(
         self,
@@ -52,22 +63,20 @@ class Batches:
             try:
                 prepared = replace(self._engine.prepare(prompt, one, add_special_tokens), pools=pools)
                 prepared.params.output_kind = RequestOutputKind.FINAL_ONLY  # no text is built that nobody reads
-                request_id = str(next(self._request_ids))
-                processed.append((request_id, self._engine.process_input(request_id, prepared, terms=served)))
+                processed.append(self._engine.process_input(str(next(self._request_ids)), prepared, terms=served))
             except InvalidRequestError as error:
                 raise of_prompt(error, place, len(prompts)) from None
-        ids: list[str] = []
-        with self._turn:
-            for place, (request_id, entry) in enumerate(processed):
+        ids = [entry.request.request_id for entry in processed]
+        with self.turn:
+            for place, entry in enumerate(processed):
                 try:
                     self._engine.submit(entry)
                 except InvalidRequestError as error:
                     self._drop(ids)
                     raise of_prompt(error, place, len(prompts)) from None
                 except BaseException:  # Ctrl-C, when this one is queued
-                    self._drop([*ids, request_id])
+                    self._drop(ids)
                     raise
-                ids.append(request_id)
             return self._finish(ids, use_tqdm)
 
     def _finish(self, ids: list[str], use_tqdm: bool) -> list[RequestOutput]:

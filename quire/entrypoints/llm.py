@@ -289,7 +289,7 @@ class LLM:
 
         vLLM's arguments change nothing: between calls of this class no request runs, and there is no connector.
         """
-        return self.llm_engine.reset_prefix_cache()
+        return self._batches.call("reset_prefix_cache")
 
     def pin_prefix(self, prompt: PromptType, name: str | None = None) -> PinnedPrefix:
         """Compute a prompt and keep its blocks in the KV cache, whatever else comes, until `unpin_prefix`.
@@ -304,17 +304,18 @@ class LLM:
         """
         params = SamplingParams(max_tokens=1, temperature=0.0, detokenize=False)
         prepared = self.llm_engine.prepare(prompt, params)
-        self._batches.run([prompt], [params], [Terms()])
         name = name or f"prefix-{next(self._pin_numbers)}"
-        return self.llm_engine.core.call("pin_prefix", name, prepared.token_ids, prepared.cache_salt)
+        with self._batches.turn:  # nobody else's prompts may take the blocks
+            self._batches.run([prompt], [params], [Terms()])
+            return self._batches.call("pin_prefix", name, prepared.token_ids, prepared.cache_salt)
 
     def unpin_prefix(self, name: str) -> bool:
         """Let a pinned prefix be evicted like all others; False where there is none of this name."""
-        return self.llm_engine.core.call("unpin_prefix", name)
+        return self._batches.call("unpin_prefix", name)
 
     def pinned_prefixes(self) -> list[PinnedPrefix]:
         """The pinned prefixes, in the order in which they were pinned."""
-        return self.llm_engine.core.call("pinned_prefixes")
+        return self._batches.call("pinned_prefixes")
 
     def sleep(self, level: int = 1, mode: str = "abort") -> bool:
         """Give back the memory of weights and KV cache until `wake_up`; False (and nothing done) while requests run.
@@ -328,7 +329,7 @@ class LLM:
             InvalidRequestError: another level or mode.
         """
         require(mode in ("abort", "wait", "keep"), "mode", mode, "'abort', 'wait' or 'keep'")
-        return self.llm_engine.core.call("sleep", level)
+        return self._batches.call("sleep", level)
 
     def wake_up(self, tags: list[str] | None = None) -> None:
         """Load what the engine sleeps without; until all is there, requests are refused (OverloadedError).
@@ -339,11 +340,11 @@ class LLM:
         Raises:
             InvalidRequestError: an unknown tag. RequestFailedError: the weights' files or the memory are gone.
         """
-        self.llm_engine.core.call("wake_up", tags)
+        self._batches.call("wake_up", tags)
 
     def is_sleeping(self) -> bool:
         """Whether it takes no requests."""
-        return self.llm_engine.core.call("is_sleeping")
+        return self._batches.call("is_sleeping")
 
     def update_weights(self, weights: str | os.PathLike[str] | Iterable[tuple[str, Tensor]]) -> bool:
         """Use other weights of the same model; False (and nothing done) while requests run.
@@ -360,14 +361,14 @@ class LLM:
             RequestFailedError: a tensor is missing, too many, or of another shape or type, or a file is broken.
         """
         if isinstance(weights, str | os.PathLike):
-            return self.llm_engine.core.call("update_weights", str(Path(os.path.expanduser(weights)).absolute()))
+            return self._batches.call("update_weights", str(Path(os.path.expanduser(weights)).absolute()))
         folder = TemporaryDirectory(prefix="quire-weights-")
         try:
             tensors = {name: tensor.detach().contiguous().clone() for name, tensor in weights}
             save_file(tensors, Path(folder.name) / "model.safetensors")
         except (AttributeError, TypeError, ValueError) as error:
             raise broken("weights", weights, "a checkpoint's directory, or pairs of a name and a tensor") from error
-        if done := self.llm_engine.core.call("update_weights", folder.name):
+        if done := self._batches.call("update_weights", folder.name):
             self._weights = folder  # what it sleeps without is read from there
         return done
 
@@ -396,10 +397,11 @@ class LLM:
         require(fits, "kwargs", kwargs, "a dict, for a function")
         require(timeout is None, "timeout", timeout, "None, as it is not supported")
         if isinstance(method, str):
-            return self.llm_engine.core.call("call_workers", method, list(args)).values
+            return self._batches.call("call_workers", method, list(args)).values
         if not isinstance(executor := self.llm_engine.executor, InProcessExecutor):
             raise NotYetSupportedError("a function needs a worker in this process, and this engine's is elsewhere.")
-        return [method(executor.worker, *args, **(kwargs or {}))]
+        with self._batches.turn:
+            return [method(executor.worker, *args, **(kwargs or {}))]
 
     def get_metrics(self) -> Metrics:
         """The engine's counters and gauges: a list under vLLM's names, and attributes, as `EngineStats` has them."""
@@ -407,7 +409,8 @@ class LLM:
 
     def apply_model(self, func: Callable[[Any], Any]) -> list[Any]:
         """Call a function on the model itself; one result per worker."""
-        return self.llm_engine.apply_model(func)
+        with self._batches.turn:
+            return self.llm_engine.apply_model(func)
 
     def _params_for(self, given: ParamsType | None, num_prompts: int) -> list[SamplingParams]:
         given = self.get_default_sampling_params() if given is None else given

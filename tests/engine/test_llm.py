@@ -1,6 +1,9 @@
 """`LLM` as a user of the offline API sees it, on the bundled model."""
 
 import shutil
+import threading
+import time
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -67,6 +70,45 @@ def test_threads_take_turns(llm: LLM) -> None:
     with ThreadPoolExecutor(4) as threads:
         together = list(threads.map(run, range(8)))
     assert together == [run(number) for number in range(8)]
+
+
+def test_every_call_takes_its_turn(llm: LLM) -> None:
+    """What one thread asks of the engine waits while another's prompts run."""
+    begun, go_on, order = threading.Event(), threading.Event(), list[str]()
+
+    def hold(output_ids: list[int], logits: Any) -> Any:
+        begun.set()
+        assert go_on.wait(60)
+        return logits
+
+    def tell(name: str, call: Callable[[], Any]) -> Any:
+        found = call()
+        order.append(name)
+        return found
+
+    calls: dict[str, Callable[[], Any]] = {
+        "pin": lambda: llm.pin_prefix(PROMPTS[1] * 9, "own"),
+        "pins": llm.pinned_prefixes,
+        "unpin": lambda: llm.unpin_prefix("own"),
+        "reset": llm.reset_prefix_cache,
+        "call": lambda: llm.collective_rpc(type),
+        "apply": lambda: llm.apply_model(type),
+        "is asleep": llm.is_sleeping,
+        "sleep": lambda: (llm.sleep(), llm.wake_up()),
+        "weights": lambda: llm.update_weights(Path(quire.__file__).parent / "demo"),
+    }
+    with ThreadPoolExecutor(len(calls) + 1) as threads:
+        params = greedy(4, logits_processors=[hold])
+        answer = threads.submit(tell, "generate", lambda: llm.generate(PROMPTS[0], params, use_tqdm=False))
+        assert begun.wait(60)
+        found = {name: threads.submit(tell, name, call) for name, call in calls.items()}
+        time.sleep(0.3)  # in which each of them could have done its work
+        go_on.set()
+        assert len(answer.result()[0].outputs[0].token_ids) == 4
+        results = {name: one.result() for name, one in found.items()}
+    assert order[0] == "generate"
+    assert (results["sleep"], results["weights"], results["reset"]) == ((True, None), True, True)
+    llm.unpin_prefix("own")
 
 
 def test_text_is_the_decoded_tokens(llm: LLM) -> None:
