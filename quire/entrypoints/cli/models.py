@@ -45,8 +45,7 @@ def pull(namespace: Namespace) -> None:
 def remove(namespace: Namespace) -> None:
     """Remove a model from the hub's cache."""
     models = _cache()
-    model = next((each for each in models if each.repo_id == namespace.name), None)
-    if model is None:
+    if (model := next((each for each in models if each.repo_id == namespace.name), None)) is None:
         remedy = hint(namespace.name, [each.repo_id for each in models], "'quire models' lists what there is.")
         raise ConfigError(f"{namespace.name!r} is not in the hub's cache. {remedy}")
     try:  # not the client's way, by commits: copies of a model under another name have the same ones

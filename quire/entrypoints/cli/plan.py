@@ -88,8 +88,7 @@ def make_plan(args: EngineArgs) -> Plan:
     loaded = [rank.start(progress=False) for rank in ranks]
     shares = [Share(each.weight_bytes, 0, 0) for each in loaded]
     free = available_memory_bytes()
-    engines = config.args.data_parallel_size
-    left = free - engines * sum(share.weights for share in shares)  # all are on this machine
+    left = free - config.args.data_parallel_size * sum(share.weights for share in shares)  # all are on this machine
     if left < 0:  # and to run through them, to measure the rest, would take minutes
         refusal = f"the weights take {human_bytes(free - left)}, and {human_bytes(free)} of memory are free."
         return Plan(config, loaded[0], shares, free, refusal=refusal)

@@ -95,8 +95,7 @@ def gptq(matrix: Tensor, hessian: Tensor, scheme: Scheme) -> Codes:
     """Column by column, with each one's error made good by those that are still to come."""
     rows, columns = matrix.shape
     size = scheme.group_size or columns
-    diagonal = hessian.diagonal()
-    order = diagonal.argsort(descending=True, stable=True) if scheme.desc_act else torch.arange(columns)
+    order = hessian.diagonal().argsort(descending=True, stable=True) if scheme.desc_act else torch.arange(columns)
     work, inverse = matrix.t()[order].contiguous(), _inverse(hessian[order][:, order], scheme.damp)
     codes = torch.empty(columns, rows, dtype=torch.int32)
     scales, zeros = torch.empty(-(-columns // size), rows), torch.empty(-(-columns // size), rows, dtype=torch.int32)

@@ -132,8 +132,7 @@ def _check_room(survey: Survey, scheme: Scheme, source: SafetensorsSource, folde
     names = {f"{name}.weight" for part in survey.parts.values() for name in part.names}
     canonical, needed = survey.model.form.canonical, 0
     for spec in source.specs:
-        smaller = canonical(spec.name) in names
-        needed += math.prod(spec.shape) * (scheme.bits + 1) // 8 if smaller else spec.num_bytes
+        needed += math.prod(spec.shape) * (scheme.bits + 1) // 8 if canonical(spec.name) in names else spec.num_bytes
     if (free := shutil.disk_usage(folder).free) < needed:
         raise ConfigError(
             f"{folder.parent} has {human_bytes(free)} free, and the checkpoint takes {human_bytes(needed)}: make room."

@@ -61,8 +61,7 @@ def add_sampling_flags(parser: ArgumentParser, help_texts: Mapping[str, str] | N
     hints = typing.get_type_hints(SamplingParams)
     defaults = {field.name: field.default for field in msgspec.structs.fields(SamplingParams)}
     for name, help_text in (_SAMPLING_HELP | dict(help_texts or {})).items():
-        default = None if name == "max_tokens" else defaults[name]
-        add_typed_flag(group, name, hints[name], default, help_text)
+        add_typed_flag(group, name, hints[name], None if name == "max_tokens" else defaults[name], help_text)
     group.add_argument("--stop", action="append", default=SUPPRESS, metavar="TEXT", help="end before this text; repeat")
 
 

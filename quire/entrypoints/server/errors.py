@@ -111,8 +111,7 @@ _NOT_FOUND = ("model_not_found", "not_found", "previous_response_not_found")
 
 def error_body(info: ErrorInfo) -> bytes:
     """The JSON of an error."""
-    shown = {name: getattr(info, name) for name in ("message", "type", "param", "code")}
-    return msgspec.json.encode({"error": shown})
+    return msgspec.json.encode({"error": {name: getattr(info, name) for name in ("message", "type", "param", "code")}})
 
 
 def error_response(error: Exception, scope: Scope) -> Response:

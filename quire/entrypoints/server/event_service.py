@@ -129,7 +129,6 @@ class EventService(Generic[_Body]):
     async def stream(self, body: _Body, request_id: str, client: str | None = None) -> AsyncGenerator[bytes, None]:
         """The answer as events; what fails once they have begun is one of them."""
         request, writer = await self._read(self._state, body, request_id)
-        steps = events_of(self._state, request, writer, client)
-        async with aclosing(streamed(writer, steps, self._frame)) as parts:
+        async with aclosing(streamed(writer, events_of(self._state, request, writer, client), self._frame)) as parts:
             async for part in parts:
                 yield part

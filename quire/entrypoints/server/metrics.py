@@ -114,21 +114,18 @@ class ServingMetrics(Observer):
 
     def on_scheduled(self, request_id: str, now: float) -> None:
         """A step computed some of a request; only the first time counts."""
-        request = self._requests.get(request_id)
-        if request is not None and request.scheduled is None:
+        if (request := self._requests.get(request_id)) is not None and request.scheduled is None:
             request.scheduled = now
             self._queue.observe(now - request.arrival)
 
     def on_tokens(self, request_id: str, sequence_index: int, num_tokens: int, now: float) -> None:
         """A step brought tokens of a sequence; calls with the same `now` are of one step."""
-        request = self._requests.get(request_id)
-        if request is None or not num_tokens:
+        if (request := self._requests.get(request_id)) is None or not num_tokens:
             return
         if now != self._step_time:
             self.advance(now)
         self.num_generation_tokens += num_tokens
-        sequence = request.sequences.get(sequence_index)
-        if sequence is None:
+        if (sequence := request.sequences.get(sequence_index)) is None:
             if not request.sequences:  # the request's first
                 self.num_prompt_tokens += request.num_prompt_tokens
                 self._first_token.observe(now - request.arrival)
@@ -142,8 +139,7 @@ class ServingMetrics(Observer):
 
     def on_finished(self, request_id: str, reasons: list[str], num_cached_tokens: int, now: float) -> None:
         """A request ended, each of its sequences for a reason."""
-        request = self._requests.pop(request_id, None)
-        if request is None:
+        if (request := self._requests.pop(request_id, None)) is None:
             return
         self.finished.update(reasons)
         self._latency.observe(now - request.arrival)
