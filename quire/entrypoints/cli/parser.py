@@ -26,8 +26,9 @@ class Parser(argparse.ArgumentParser):
     """A parser that takes no abbreviations, and reports an error without pages of usage.
 
     Flags may have underscores. ``--disable-x`` is ``--no-enable-x``, ``-O3`` is ``--optimization-level 3``, and
-    ``--flag.key.key value`` sets a key of a flag of JSON (``key+``: a list, with commas). Flags of vLLM that ask for
-    what is so anyway are taken, and those without effect with a warning.
+    ``--flag.key.key value`` sets a key of a flag of JSON (``key+``: a list, with commas). ``--help=TEXT`` shows flags
+    that have it in their names, or a group of them. Flags of vLLM that ask for what is so anyway are taken, and those
+    without effect with a warning.
 
     Attributes:
         source: where the arguments come from, for errors.
@@ -109,8 +110,23 @@ class Parser(argparse.ArgumentParser):
                 result.append(name + equals + value)
         return [*result, *(f"{flag}={json.dumps(keys)}" for flag, keys in objects.items()), *given[end:]]
 
+    def _show(self, wanted: str) -> NoReturn:
+        """Print the help of flags that have this in their names, or of a group; "listgroup": the groups' names."""
+        formatter, groups = self._get_formatter(), {str(group.title): group for group in self._action_groups}
+        for title, group in groups.items():
+            whole = wanted in ("all", "page", title, title.removesuffix(" options"))
+            own = [one for one in group._group_actions if whole or any(wanted in flag for flag in one.option_strings)]
+            formatter.start_section(title)
+            formatter.add_arguments(own)
+            formatter.end_section()
+        if not (text := formatter.format_help()) and wanted != "listgroup":
+            self.error(f"--help={wanted}: no flag has that in its name; groups are {', '.join(groups)}.")
+        print(text or "\n".join(groups))
+        self.exit()
+
     def _spelled(self, argument: str) -> str:
-        argument = re.sub(r"^--help=.*", "--help", argument)  # vLLM shows a part of them
+        if argument.startswith("--help="):
+            self._show(argument[7:].lower().replace("_", "-").removeprefix("--"))
         if re.fullmatch(r"-O(=?[0-3])?", argument):
             return f"--optimization-level={argument[-1]}" if argument != "-O" else "--optimization-level"
         if not argument.startswith("--"):

@@ -126,8 +126,7 @@ class Server:
             raise RemoteError(f"no server answers at {self._url}: {remedy}.") from None
         try:
             connection.request(method, path, body, self.headers)
-            response = connection.getresponse()
-            if response.status != 200:
+            if (response := connection.getresponse()).status != 200:
                 message = error_words(response.read())[0]
                 if response.status == 400:
                     raise InvalidRequestError(message)

@@ -231,8 +231,7 @@ class Batch:
             urls = ", ".join(self._routes)
             raise InvalidRequestError(f"a batch takes POST to {urls}, not {request.method} to {request.url}.", "url")
         validate, service = self._routes[request.url]
-        body = validate(request.body)
-        if body.stream:
+        if (body := validate(request.body)).stream:
             raise InvalidRequestError("a batch can't stream: leave out stream.", "stream")
         return await service.create(body, request_id)
 

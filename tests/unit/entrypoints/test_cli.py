@@ -2,6 +2,7 @@
 
 import dataclasses
 import os
+import re
 import subprocess
 import sys
 from collections.abc import Callable
@@ -55,6 +56,43 @@ def test_every_engine_option_is_a_flag(command: list[str], capsys: pytest.Captur
     for field in dataclasses.fields(EngineArgs):
         assert "--" + field.name.replace("_", "-") in shown
         assert " ".join(documentation(EngineArgs)[field.name].split()[:3]) in shown
+
+
+@pytest.mark.parametrize(
+    ("wanted", "shown"),
+    [
+        ("max-model-len", {"--max-model-len"}),
+        ("--Max_Model_Len", {"--max-model-len"}),
+        ("kv-cache-dir", {"--kv-cache-dir", "--kv-cache-dir-size"}),
+        ("threads", {"-t", "--threads"}),
+    ],
+)
+def test_help_shows_a_part(wanted: str, shown: set[str], capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as stop:
+        main(["serve", f"--help={wanted}"])
+    assert stop.value.code == 0
+    assert set(re.findall(r"^  (-\S+)(?:, | )", told := capsys.readouterr().out, re.MULTILINE)) == {*shown} - {
+        "--threads"
+    }
+    assert "options:" in told
+
+
+def test_help_shows_a_group(capsys: pytest.CaptureFixture[str]) -> None:
+    shown: dict[str, str] = {}
+    for wanted in ("listgroup", "server", "engine options", "all"):
+        with pytest.raises(SystemExit) as stop:
+            main(["serve", f"--help={wanted}"])
+        assert stop.value.code == 0
+        shown[wanted] = capsys.readouterr().out
+    assert shown["listgroup"].split("\n")[-3:] == ["server options", "engine options", ""]
+    assert "--port" in shown["server"]
+    assert "--block-size" not in shown["server"]
+    assert "--block-size" in shown["engine options"]
+    assert shown["engine options"] in shown["all"]
+    with pytest.raises(SystemExit) as stop:
+        main(["serve", "--help=blocksize"])
+    assert stop.value.code == 2
+    assert "no flag has that in its name; groups are positional arguments, options" in capsys.readouterr().err
 
 
 HOMELESS = "'~/x' is in a home that nobody has; give the whole path\n"

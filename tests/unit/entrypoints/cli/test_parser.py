@@ -72,14 +72,6 @@ def test_a_prompt_has_a_short_flag() -> None:
     assert (namespace.prompt, namespace.pipeline_parallel_size, namespace.threads) == (["Once"], 2, 4)
 
 
-def test_help_of_a_part(capsys: pytest.CaptureFixture[str]) -> None:
-    """vLLM shows a part of its flags; here all are shown at once."""
-    with pytest.raises(SystemExit) as stop:
-        parse("--help=max-model-len")
-    assert stop.value.code == 0
-    assert "--max-model-len" in capsys.readouterr().out
-
-
 def test_values_stay_as_they_are() -> None:
     namespace = build_parser().parse_args(["generate", "--prompt", "Once --a_b=c", "--prompt", "a.b_c", "demo"])
     assert namespace.prompt == ["Once --a_b=c", "a.b_c"]
