@@ -329,8 +329,7 @@ def _checked(field: str, given: Any, rule: _Rule) -> Any:
     kind, optional, allowed = rule
     if given is None and optional:
         return None
-    value = number(given, kind)
-    if value is None or not allowed.low <= value <= allowed.high:  # both are false for NaN
+    if (value := number(given, kind)) is None or not allowed.low <= value <= allowed.high:  # both are false for NaN
         raise broken(field, given, allowed.words(kind) + (" or None" if optional else ""))
     return value
 
@@ -342,8 +341,7 @@ def _logit_bias(value: Any) -> dict[int, float]:
         token_id = decimal(key) if isinstance(key, str) else number(key, int)  # JSON's keys are texts
         if token_id is None or token_id < 0:
             raise broken("logit_bias", key, "keyed by token ids (integers >= 0)")
-        bias = number(given, float)
-        if bias is None or math.isnan(bias):
+        if (bias := number(given, float)) is None or math.isnan(bias):
             raise broken("logit_bias", given, "of numbers (clamped to [-100, 100])")
         biases[token_id] = min(MAX_LOGIT_BIAS, max(-MAX_LOGIT_BIAS, bias))
     return biases

@@ -53,8 +53,7 @@ class StructuredOutputsParams(msgspec.Struct, metaclass=NamesUnknownKeywords, om
             if getattr(self, name) is not None:
                 setattr(self, name, _json_text(name, getattr(self, name)))
         for name in ("regex", "grammar", "whitespace_pattern"):
-            value = getattr(self, name)
-            if value is not None and (not isinstance(value, str) or not value):
+            if (value := getattr(self, name)) is not None and (not isinstance(value, str) or not value):
                 raise broken(f"structured_outputs.{name}", value, "a non-empty string")
         if self.choice is not None:
             self.choice = _choices(self.choice)

@@ -126,8 +126,7 @@ class ConfigReader:
         return next((self.family.defaults[name] for name in names if name in self.family.defaults), default)
 
     def positive_int(self, *names: str, default: int | None = None, most: int = _TOO_LARGE - 1) -> int:
-        value = self.get(*names, default=default)
-        if value is None:
+        if (value := self.get(*names, default=default)) is None:
             known = self.architecture in BY_ARCHITECTURE
             hint = "" if known else f" Architecture {self.architecture!r} is not one that this version of Quire reads."
             raise self.error(f"has no {' or '.join(map(repr, names))}.{hint}")
@@ -188,8 +187,7 @@ class ConfigReader:
         rope.setdefault("rope_type", rope.pop("type", "default"))
         rope.setdefault("rope_theta", self.get("rope_theta", default=10000.0))
         for key in ("rope_theta", "factor", "original_max_position_embeddings", "partial_rotary_factor"):
-            value = rope.get(key)
-            if value is not None and not (_is_number(value) and 0 < value < _TOO_LARGE**2):
+            if (value := rope.get(key)) is not None and not (_is_number(value) and 0 < value < _TOO_LARGE**2):
                 raise self.error(f"has {key} = {value!r} among its rope parameters; it must be a number over 0.")
         if not isinstance(rope["rope_type"], str):
             raise self.error(f"has rope_type = {rope['rope_type']!r}; it must be a name.")
@@ -230,8 +228,7 @@ class ConfigReader:
         return tuple(window if self.family.windowed(self.get, layer) else None for layer in range(num_layers))
 
     def _architecture(self) -> str:
-        names = self.config.get("architectures")
-        if names is None and self.family.architecture:
+        if (names := self.config.get("architectures")) is None and self.family.architecture:
             return self.family.architecture
         if isinstance(names, list) and names and isinstance(names[0], str):
             return names[0]

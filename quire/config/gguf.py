@@ -61,8 +61,7 @@ def gguf_parts(path: Path) -> tuple[Path, ...]:
     Raises:
         ModelLoadError: its number is none, or others are missing.
     """
-    found = _PART.search(path.name)
-    if found is None:
+    if (found := _PART.search(path.name)) is None:
         return (path,)
     count = int(found[2])
     if not 1 <= int(found[1]) <= count:

@@ -133,8 +133,7 @@ def _resolve_dtype(requested: str, config: dict[str, Any]) -> str:
             raise ConfigError(f"dtype must be one of auto, {', '.join(_DTYPES)}; got {requested!r}.")
         return _DTYPES[requested]
     named = config.get("dtype") or config.get("torch_dtype") or "float32"
-    resolved = _DTYPES.get(str(named).removeprefix("torch."))
-    if resolved is None:
+    if (resolved := _DTYPES.get(str(named).removeprefix("torch."))) is None:
         raise ConfigError(f"The checkpoint's dtype {named!r} is not supported: choose one with dtype, e.g. 'bfloat16'.")
     if resolved == "float16" and config.get("quantization_config"):
         logger.info("quantized weights named float16 run in bfloat16, for which there are kernels; see dtype")

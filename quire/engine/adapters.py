@@ -38,8 +38,7 @@ class AdapterBook:
             InvalidRequestError: this engine takes none, the id is another adapter's, or the files can't be used; or
                 a request names two.
         """
-        request = one_adapter(request, prompt_adapter)
-        if request is None:
+        if (request := one_adapter(request, prompt_adapter)) is None:
             return None
         param = "lora_request" if prompt_adapter is None else "prompt_adapter_request"
         require(isinstance(request, AdapterRequest), param, request, "a LoRARequest or a PromptAdapterRequest")
@@ -49,8 +48,7 @@ class AdapterBook:
             raise InvalidRequestError(f"{param} needs an engine with enable_{option}=True.", param)
         name, own, path, *stated = astuple(request)
         with self._lock:
-            ref = self._known.get(own)
-            if ref is None:
+            if (ref := self._known.get(own)) is None:
                 try:
                     files = read_adapter(path, name, self._args.max_lora_rank, self._args.max_prompt_adapter_token)
                 except AdapterError as error:

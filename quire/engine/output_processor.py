@@ -101,8 +101,7 @@ class RequestRecord:
         if detokenizer is not None and (self._reads or reason is not None):
             # Where the model has no token for it, what a grammar ends with is text.
             ends = reason == "stop" and (news.stop_reason is not None or self.request.task.eos_token_id is not None)
-            stop_string = detokenizer.update(token_ids[detokenizer.num_tokens :], ends)
-            if stop_string is not None:
+            if (stop_string := detokenizer.update(token_ids[detokenizer.num_tokens :], ends)) is not None:
                 del token_ids[detokenizer.num_tokens :]
         if news.logprobs is not None:
             for entry in news.logprobs[: len(token_ids) - num_before]:

@@ -35,7 +35,6 @@ def check_terms(terms: Terms, policy: str) -> None:
         if policy != needed:
             message = f"{name}={value!r} needs an engine with scheduling_policy={needed!r}; leave it out."
             raise InvalidRequestError(message, name)
-    client = terms.client
-    if client is not None and not (isinstance(client, str) and 0 < len(client) <= MAX_CLIENT):
+    if (client := terms.client) is not None and not (isinstance(client, str) and 0 < len(client) <= MAX_CLIENT):
         shown = f"{len(client)} characters" if isinstance(client, str) else repr(client)[:80]
         raise InvalidRequestError(f"client must be a text of 1 to {MAX_CLIENT} characters, got {shown}.", "client")

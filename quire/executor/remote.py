@@ -146,8 +146,7 @@ class RemoteExecutor(Executor):
         return answers
 
     def _read(self, rank: int, seconds: float) -> tuple[int, bytes | bytearray] | None:
-        message = self.workers.receive(rank, seconds)
-        if message is not None and message[0] == FAULT:
+        if (message := self.workers.receive(rank, seconds)) is not None and message[0] == FAULT:
             self._fail(rank, *decoded(message[1], tuple[str, str]))
         return message
 
@@ -171,8 +170,7 @@ class RemoteExecutor(Executor):
 
     def look(self) -> None:
         """Look whether all workers run, and beat; where not, end them."""
-        found = self.workers.look(self.report is not None)
-        if found is not None and not self.ended:
+        if (found := self.workers.look(self.report is not None)) is not None and not self.ended:
             self._fault = self._told(*found)
             self._kill()
 

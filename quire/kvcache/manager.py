@@ -445,8 +445,7 @@ class KVManager:
         if index >= limit:
             return None
         computing, name = self._computing, self._hash_of(table, index)
-        sequence_id = computing.get(name)
-        if sequence_id is None:
+        if (sequence_id := computing.get(name)) is None:
             return None
         while index + 1 < limit and computing.get(following := self._hash_of(table, index + 1)) == sequence_id:
             index, name = index + 1, following

@@ -120,8 +120,7 @@ class BlockPool:
 
     def forget(self, block: int) -> None:
         """Make a block unknown: what it holds can't be relied on, or is known elsewhere."""
-        block_hash = self._hashes[block]
-        if block_hash is not None:
+        if (block_hash := self._hashes[block]) is not None:
             del self._block_of[block_hash]
             self._hashes[block] = None
             if self.ref_counts[block] == 0:

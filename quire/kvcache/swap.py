@@ -153,8 +153,7 @@ class SwapSpace:
         Returns:
             The name of the block after which it is there, or could not be read; None: there is nothing to wait for.
         """
-        disk = self.disk
-        if disk is None or table.fetched or num_known >= limit:
+        if (disk := self.disk) is None or table.fetched or num_known >= limit:
             return None
         under_way = set(disk.under_way.values())
         if (name := name_of(num_known)) in under_way:

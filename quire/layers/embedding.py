@@ -28,8 +28,7 @@ class VocabEmbedding(Embedding):
     """Token ids [T] -> [T, H]; of a group's ranks each has the rows of a range of ids."""
 
     def forward(self, ids: Tensor, step: Step | None = None) -> Tensor:
-        shard = self.shard
-        if shard is None or shard.outputs is None:
+        if (shard := self.shard) is None or shard.outputs is None:
             return super().forward(ids, step)
         own = super().forward(ops.own_rows(ids, shard.group, shard.outputs), step)
         return ops.gather_rows(own, ids, shard.group, shard.outputs)

@@ -24,8 +24,7 @@ def load_adapter(model: CausalLM, files: AdapterFiles) -> Packed:
             return _load_virtual(model, files, file.get_tensor(VIRTUAL))
         for module, factors in files.tensors.items():
             name = model.form.canonical(f"{module}.weight")
-            target = model.lora.targets.get(name.removesuffix(".weight"))
-            if target is None:
+            if (target := model.lora.targets.get(name.removesuffix(".weight"))) is None:
                 if name in model.elsewhere:
                     continue
                 raise AdapterError(files.name, f"it changes {module!r}, which is no layer that adapters can change.")

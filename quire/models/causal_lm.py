@@ -139,8 +139,7 @@ class CausalLM(nn.Module):
                 continue
             if (canonical := self.form.canonical(name)) in self.elsewhere:
                 continue
-            slot = slots.get(canonical)
-            if slot is None:
+            if (slot := slots.get(canonical)) is None:
                 eagle = " An EAGLE head has such a one: it drafts by the method 'eagle'." * (name == "fc.weight")
                 raise ModelLoadError(
                     f"the checkpoint has a tensor {name!r}, for which this model as config.json describes it has no "

@@ -68,8 +68,7 @@ class HeadCheckpoint:
     def number(self, *names: str, default: int) -> int:
         """The whole number, at least 1, that config.json has under the first of `names` that is there."""
         for name in names:
-            value = self.config.get(name)
-            if value is not None:
+            if (value := self.config.get(name)) is not None:
                 if type(value) is not int or value < 1:
                     raise self.error(f"have {name} = {value!r} in config.json; it must be a whole number above 0.")
                 return value
@@ -145,8 +144,7 @@ def fill_heads(
             raise checkpoint.error(f"have a tensor {spec.name!r} in {spec.file}, for which there is no place in them.")
     with torch.no_grad():
         for spec, tensor in source.stream([name for name, ours in names.items() if ours is None]):
-            slot = left.pop(names[spec.name] or "", None)
-            if slot is None:
+            if (slot := left.pop(names[spec.name] or "", None)) is None:
                 raise checkpoint.error(f"have two tensors for one place; {spec.name!r} in {spec.file} is one of them.")
             if tuple(tensor.shape) != slot.form.shape or tensor.dtype not in slot.form.dtypes:
                 raise checkpoint.error(

@@ -135,8 +135,7 @@ class QuantizedSource:
         self.specs: list[TensorSpec] = []
         listed: set[str] = set()
         for spec in source.specs:
-            name = self._owners.get(spec.name)
-            if name is None and split_name(spec.name)[1] not in _UNUSED:
+            if (name := self._owners.get(spec.name)) is None and split_name(spec.name)[1] not in _UNUSED:
                 self.specs.append(spec)
             elif name is not None and name not in listed:
                 listed.add(name)
@@ -153,8 +152,7 @@ class QuantizedSource:
         unread = {spec.name for spec in self._source.specs if self._owners.get(spec.name, spec.name) not in specs}
         waiting: dict[str, dict[str, Tensor]] = {}
         for spec, tensor in self._source.stream(unread):
-            name = self._owners.get(spec.name)
-            if name is None:
+            if (name := self._owners.get(spec.name)) is None:
                 if not self._is_empty_bias(spec.name, tensor):
                     yield spec, tensor
                 continue
@@ -202,8 +200,7 @@ class _Module:
     def matrix(self, shape: tuple[int, int], forms: Forms, read: Reader, group: int, kind: str) -> QuantizedMatrix:
         """The matrix of these parts, each held against its shape and its types."""
         for part, (wanted, types) in forms.items():
-            spec = self.parts.get(part)
-            if spec is None:
+            if (spec := self.parts.get(part)) is None:
                 one = next(iter(self.parts.values()))
                 raise ModelLoadError(f"{one.file}: module {self.name!r} is quantized, but lacks a tensor {part!r}.")
             if spec.shape != wanted or spec.dtype not in types:
@@ -284,8 +281,7 @@ def _awq(module: _Module) -> QuantizedMatrix | None:
 
 
 def _fp8(module: _Module) -> QuantizedMatrix | None:
-    weight = module.parts.get("weight")
-    if weight is None or weight.dtype not in ("F8_E4M3", "I8"):
+    if (weight := module.parts.get("weight")) is None or weight.dtype not in ("F8_E4M3", "I8"):
         return None
     num_rows, num_columns = module.flat("weight").shape
     name = next((name for name in ("weight_scale", "weight_scale_inv", "SCB") if name in module.parts), "weight_scale")
@@ -328,8 +324,7 @@ def _scale_block(module: _Module, num_columns: int, num_groups: int) -> tuple[in
 
 
 def _compressed(module: _Module) -> QuantizedMatrix | None:
-    packed = module.parts.get("weight_packed")
-    if packed is None:
+    if (packed := module.parts.get("weight_packed")) is None:
         return _fp8(module)
     num_rows, words = module.flat("weight_packed").shape
     if packed.dtype == "U8":
@@ -356,8 +351,7 @@ def _compressed(module: _Module) -> QuantizedMatrix | None:
 
 
 def _bitsandbytes(module: _Module) -> QuantizedMatrix | None:
-    state = next((part for part in module.parts if part.startswith("weight.quant_state.")), None)
-    if state is None:
+    if (state := next((part for part in module.parts if part.startswith("weight.quant_state.")), None)) is None:
         return _fp8(module) if "SCB" in module.parts else None
     spec = module.parts[state]
     try:
@@ -381,8 +375,7 @@ def _bitsandbytes(module: _Module) -> QuantizedMatrix | None:
 
 
 def _mxfp4(module: _Module) -> QuantizedMatrix | None:
-    blocks = module.parts.get("blocks")
-    if blocks is None:
+    if (blocks := module.parts.get("blocks")) is None:
         return None
     if len(blocks.shape) != 3 or 0 in blocks.shape or blocks.shape[2] != 16:
         raise ModelLoadError(

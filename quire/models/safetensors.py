@@ -89,8 +89,7 @@ def _by_module(specs: list[TensorSpec]) -> list[TensorSpec]:
 
 def _checked_files(directory: Path, model: str) -> dict[Path, list[TensorSpec]]:
     """The safetensors files to read, each with its tensors in file order; every promise of theirs is checked."""
-    index = _read_index(directory, model)
-    if index is None:
+    if (index := _read_index(directory, model)) is None:
         ignored = ("consolidated", "adapter_")
         paths = sorted(path for path in directory.glob("*.safetensors") if not path.name.startswith(ignored))
         if not paths:

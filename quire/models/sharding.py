@@ -57,8 +57,7 @@ class Sharding:
         Raises:
             ModelLoadError: heads that can't be split so, by the layer's name.
         """
-        group = self._group
-        if group is None:
+        if (group := self._group) is None:
             return HeadShards(spec)
         heads, kv_heads, ranks = spec.num_heads, spec.num_kv_heads, group.size
         if heads % ranks or (kv_heads % ranks and ranks % kv_heads):
@@ -86,8 +85,7 @@ class Sharding:
         Raises:
             ModelLoadError: inner features that can't be split, by the layer's name.
         """
-        group = self._group
-        if group is None:
+        if (group := self._group) is None:
             return None, None
         # Kernels finish whole blocks: no other rows may share a block than on one rank.
         unit = BLOCK_ROWS if inner_size % BLOCK_ROWS == 0 else inner_size // group.size

@@ -77,8 +77,7 @@ def weight_slots(model: nn.Module, form: CheckpointFormat) -> dict[str, Checkpoi
     """Every tensor that the model needs: checkpoint name -> its place. Shared modules are listed once."""
     slots: dict[str, CheckpointSlot] = {}
     for path, module in model.named_modules():
-        places = getattr(module, "checkpoint_slots", None)
-        if places is None:
+        if (places := getattr(module, "checkpoint_slots", None)) is None:
             assert not list(module.parameters(recurse=False)), f"{path} has parameters that no checkpoint could fill"
             continue
         for slot in places(path):

@@ -192,8 +192,7 @@ def fixed_record(state: SamplingState) -> bytes:
 
 def _current(state: SamplingState, mask: Mask | None = None) -> bytes | bytearray:
     """The record of a row, new or brought up to date."""
-    live = state.live_record
-    if live is None:
+    if (live := state.live_record) is None:
         record = _pack(state)
         lasts = state.counts is None and not state.bad_sequences and state.position >= state.min_tokens
         if lasts and state.num_logprobs is None:

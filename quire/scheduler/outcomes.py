@@ -175,8 +175,7 @@ class Outcomes:
     def _branch(self, parent: Sequence, sampling: Sampling, found: SequenceResult) -> Outputs:
         """Several sequences may go on from one, each with an output of its own; of beams, all at once or none yet."""
         group, prompt_logprobs, outputs = parent.group, found.prompt_logprobs, []
-        branches = group.continuation.advance(parent.index, len(parent.output_token_ids), found)
-        if branches is None:
+        if (branches := group.continuation.advance(parent.index, len(parent.output_token_ids), found)) is None:
             self._planner.sit_out(parent)
             return []
         if not group.continuation.tells_tokens:

@@ -281,8 +281,7 @@ class Planner:
         if num_drafts > num_held and (self.waiting or min(self._kv.num_free_blocks) <= len(self.running) + num_drafts):
             num_drafts = num_held
         while num_drafts > 0:
-            appended = self._kv.append(sequence.table, start, start + 1 + num_drafts)
-            if appended is not None:
+            if (appended := self._kv.append(sequence.table, start, start + 1 + num_drafts)) is not None:
                 builder.add(sequence, 1 + num_drafts, appended, num_drafts)
                 return
             num_drafts //= 2

@@ -121,8 +121,7 @@ class Scheduler:
 
     def finish_sequence(self, request_id: str, sequence_index: int) -> None:
         """End one sequence silently: the caller knows why. Does nothing if it has ended already."""
-        group = self._outcomes.groups.get(request_id)
-        if group is not None and sequence_index in group.unfinished:
+        if (group := self._outcomes.groups.get(request_id)) is not None and sequence_index in group.unfinished:
             group.unfinished.remove(sequence_index)
             self._outcomes.drop_unneeded(group)
 
@@ -175,8 +174,7 @@ class Scheduler:
 
         Without plans in flight, a plan may be there only to let workers forget what has ended.
         """
-        plan = self._planner.plan(self._step_id, may_be_empty=not self._in_flight)
-        if plan is not None:
+        if (plan := self._planner.plan(self._step_id, may_be_empty=not self._in_flight)) is not None:
             self._in_flight.append((self._step_id, now, self._planner.planned))
             self._step_id += 1
         return plan

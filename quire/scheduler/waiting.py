@@ -96,8 +96,7 @@ class WaitingQueue:
 
     def reorder(self, lane: Lane) -> None:
         """Find a lane's place anew: its rank or its first sequence has changed. One that is not here is ignored."""
-        turn = self._turn_of.pop(lane, None)
-        if turn is not None:
+        if (turn := self._turn_of.pop(lane, None)) is not None:
             del self._turns[bisect_left(self._turns, turn)]
         if queue := self._lanes.get(lane):
             turn = self._turn_of[lane] = (self._rank(lane), queue[0].key, lane)

@@ -51,8 +51,7 @@ class StepCosts:
         self._known: dict[int, float] = {}
 
     def __call__(self, num_tokens: int) -> float:
-        found = self._known.get(num_tokens)
-        if found is None:
+        if (found := self._known.get(num_tokens)) is None:
             sizes = sorted(self._measured)
             last = next((i for i, size in enumerate(sizes) if size >= num_tokens and i), len(sizes) - 1)
             low, high = sizes[last - 1], sizes[last]
@@ -139,8 +138,7 @@ class Pace:
 
     def observe(self, row: DraftedSequence, num_drafts: int, num_accepted: int) -> None:
         """A sequence's drafts were verified."""
-        found = row.acceptance
-        if found is None:
+        if (found := row.acceptance) is None:
             found = row.acceptance = Acceptance(self._patience, self._now)
         found.observe(num_drafts, num_accepted, _DECAY)
         self._all[row.greedy].observe(num_drafts, num_accepted, _SLOW_DECAY)
@@ -221,8 +219,7 @@ class Pace:
                 row.acceptance = Acceptance(self._patience, self._now)
             levels.append(int(row.acceptance.rate(rate) * _LEVELS + 0.5))
         key = (num_scheduled, most, *sorted(levels))
-        found = self._choices.get(key)
-        if found is None:
+        if (found := self._choices.get(key)) is None:
             hopes = [max(level, _HOPE) for level in levels]
             several = [self._best(each, num_scheduled, most) for each in (levels, hopes)]
             found = self._choices[key] = several[0], bool(several[1])

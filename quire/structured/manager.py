@@ -48,8 +48,7 @@ class GrammarManager:
 
     def get(self, key: bytes) -> Grammar | None:
         """A grammar that was compiled and is still there."""
-        found = self._kept.get(key)
-        if found is not None:
+        if (found := self._kept.get(key)) is not None:
             self._kept.move_to_end(key)
         return found if isinstance(found, Grammar) else None
 

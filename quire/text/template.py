@@ -256,8 +256,7 @@ def _read_part(part: Any, where: str, takes_parts: bool) -> dict[str, Any]:
 def _mark_final_message(conversation: list[dict[str, Any]], mark: str, template: str) -> str:
     """Append `mark` to the last message's text, and return that text as it was."""
     message = conversation[-1]
-    content = message.get("content")
-    if content is None or "content" not in template:
+    if (content := message.get("content")) is None or "content" not in template:
         raise _refusal(_CONTINUE, "needs a last message with content, and a template that writes it.")
     if isinstance(content, str):
         message["content"] = content + mark

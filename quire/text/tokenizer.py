@@ -195,8 +195,7 @@ class Tokenizer:
 
     def token_text(self, token_id: int) -> str:
         """Text of one token by itself, special or not; kept, as log-probabilities name the same tokens again."""
-        text = self._texts.get(token_id)
-        if text is None:
+        if (text := self._texts.get(token_id)) is None:
             text = self._texts[token_id] = self.decode([token_id])
         return text
 

@@ -59,8 +59,7 @@ def _cgroup_headrooms(membership: Path, root: Path) -> Iterator[int]:
         own = base / group.lstrip("/")
         # In a container the group's path may be the host's, while the mount shows the container's group as its root.
         for directory in [own, *own.parents]:
-            headroom = _headroom(directory, *names, reclaimable)
-            if headroom is not None:
+            if (headroom := _headroom(directory, *names, reclaimable)) is not None:
                 yield headroom
             if directory == base:
                 break

@@ -61,8 +61,7 @@ def token_ids(field: str, value: Any) -> list[int]:
     """The items of a list of token ids."""
     found: list[int] = []
     for item in items(field, value, "token ids"):
-        token_id = number(item, int)
-        if token_id is None or token_id < 0:
+        if (token_id := number(item, int)) is None or token_id < 0:
             raise broken(field, item, "a list of token ids (integers >= 0)")
         found.append(token_id)
     return found

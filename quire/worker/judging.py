@@ -39,8 +39,7 @@ class Judge:
         plain: list[Lane] = []
         judged: list[Lane] = []
         for lane, row in zip(lanes, rows, strict=True):
-            drafted = row.drafted
-            if drafted is None or lane.state.greedy or lane.num_samples > 1:
+            if (drafted := row.drafted) is None or lane.state.greedy or lane.num_samples > 1:
                 plain.append(lane)
                 continue
             lane.drafted = drafted

@@ -130,8 +130,7 @@ class RowTable:
 
     def remove(self, sequence_id: int) -> None:
         """Wipe and free the row of a sequence that ended or was preempted; one that has none is left alone."""
-        row = self.rows.pop(sequence_id, None)
-        if row is None:
+        if (row := self.rows.pop(sequence_id, None)) is None:
             return
         row.tokens.ids[: row.end] = 0
         for group, count in enumerate(row.num_blocks):

@@ -135,8 +135,7 @@ class Speculation:
         """
         free: dict[int, DraftedSequence] = {}
         for place, lane in lanes.items():
-            drafted = self._batch.rows[place].drafted
-            if drafted is None:
+            if (drafted := self._batch.rows[place].drafted) is None:
                 continue
             if self.pace is not None and lane.num_drafts and not self._plan.scheduled[place].draft_token_ids:
                 self.pace.observe(drafted, lane.max_accepted, lane.num_drafts - lane.num_refused)  # not a grammar's

@@ -105,8 +105,7 @@ def _event(name: str, data: Any) -> bytes:
 async def live(request: Request, model: str | None = None) -> StreamingResponse:
     """The event stream of the page. `model`: which, where there are several; looking loads none."""
     state, name = get_state(request), get_state(request).check_model(model)
-    loaded = state.loaded(name)
-    if loaded is None:
+    if (loaded := state.loaded(name)) is None:
         events = _tell_unloaded(name)
     else:
         loaded.live_feed = loaded.live_feed or LiveFeed(loaded.llm, loaded.metrics)

@@ -120,8 +120,7 @@ def _form(state: ServerState, template: str, offer: Offer) -> Form:
         reason = "does not let the model choose whether it calls a tool (--no-enable-auto-tool-choice)"
         remedy = "Set tool_choice to 'none' or 'required', or name a function."
         raise NoFormatError(f"tools: this server {reason}. {remedy}", "tool_choice")
-    form = _known_form(state, template)
-    if form is not None:
+    if (form := _known_form(state, template)) is not None:
         return form
     if offer.choice == "auto":
         remedy = "Leave them out; or set tool_choice to 'required' or name a function, and a grammar holds the call; "
@@ -175,8 +174,7 @@ def _constraint(asked: Answer, tokens: dict[str, int]) -> StructuredOutputsParam
     )
     if not holds_calls and budget is None and (content is None or (offer is None and thought is None)):
         return None
-    grammar = answer_grammar(asked, tokens)
-    if grammar is not None:
+    if (grammar := answer_grammar(asked, tokens)) is not None:
         try:
             return StructuredOutputsParams(grammar=grammar)
         except InvalidRequestError as error:  # too large

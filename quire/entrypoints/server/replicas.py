@@ -241,8 +241,7 @@ class ReplicasClient:
             return  # last words of one that is over
         if event.__class__ is News:
             for item in event.outputs:  # type: ignore[union-attr]
-                route = self._routes.get(item.request_id)
-                if route is None:
+                if (route := self._routes.get(item.request_id)) is None:
                     if item.finish_reason is not None and item.request_id in self._pinning:
                         client.send(self._pinning.pop(item.request_id))
                     continue

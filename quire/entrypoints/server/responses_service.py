@@ -199,8 +199,7 @@ class ResponsesService:
         Raises:
             ResponseNotFoundError: it has none of that id. `param`: the field that named it.
         """
-        job = self._jobs.get(response_id)
-        if job is not None and job.owner == (client or ""):
+        if (job := self._jobs.get(response_id)) is not None and job.owner == (client or ""):
             return job.stored()
         data = await self._store.get(response_id, client or "")
         if data is None:
@@ -217,8 +216,7 @@ class ResponsesService:
             ResponseNotFoundError: as `get`.
             InvalidRequestError: it was not made as such a stream.
         """
-        job = self._jobs.get(response_id)
-        if job is not None and job.owner == (client or ""):
+        if (job := self._jobs.get(response_id)) is not None and job.owner == (client or ""):
             events = job.events
         else:
             events = (await self.get(response_id, client)).events

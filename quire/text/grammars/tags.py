@@ -27,8 +27,7 @@ def lark_of_tag(tag: Any, prepare: Callable[[Any], Any], special_tokens: Mapping
     """
     if not isinstance(tag, dict) or tag.get("type", "structural_tag") != "structural_tag":
         raise InvalidRequestError('a structural tag is {"type": "structural_tag", "format": {...}}.')
-    format = tag.get("format")
-    if format is None:
+    if (format := tag.get("format")) is None:
         triggers, structures = _of(tag, "triggers", list), map(_checked, _of(tag, "structures", list))
         tags = [{**one, "content": {"type": "json_schema", "json_schema": one.get("schema")}} for one in structures]
         format = {"type": "triggered_tags", "triggers": triggers, "tags": tags}

@@ -40,8 +40,7 @@ def chat_fields(body: ConversationRequest) -> dict[str, Any]:
 
 
 def _user_of(body: ConversationRequest) -> str | None:
-    user = (body.metadata or {}).get("user_id")
-    if user is not None and not isinstance(user, str):
+    if (user := (body.metadata or {}).get("user_id")) is not None and not isinstance(user, str):
         raise wrong("metadata.user_id", "a text", user)
     return user
 

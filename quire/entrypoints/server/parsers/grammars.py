@@ -54,8 +54,7 @@ def answer_grammar(answer: Answer, tokens: Mapping[str, int]) -> str | None:
         InvalidRequestError: the content's schema is no JSON, or no grammar can hold it or that of a tool.
     """
     lark = Lark(tokens)
-    content = _content(lark, answer.content)
-    if content is None:
+    if (content := _content(lark, answer.content)) is None:
         return None
     lead = lark.text(answer.thought.answer) if answer.thought else ""
     free = answer.content is None
