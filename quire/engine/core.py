@@ -202,7 +202,7 @@ class EngineCore:
         Args:
             level: 1 wakes up with the weights that it had; 2 with those of its start, unless it is given others.
         """
-        require(level in (1, 2), "level", level, "1 or 2")
+        require(type(level) is int and level in (1, 2), "level", level, "1 or 2")
         if not self._begin_anew():
             return False
         self._asleep, self._sleep_state = set(_PARTS), SLEEP_STATES[level]

@@ -197,7 +197,7 @@ def test_nothing_happens_while_requests_run(start: Callable[..., LLM], other: Pa
 
 def test_wrong_words_are_refused(start: Callable[..., LLM]) -> None:
     llm = start()
-    for level in (0, 3, "1"):
+    for level in (0, 3, "1", 1.0, True):
         with pytest.raises(InvalidRequestError, match="level must be 1 or 2"):
             llm.sleep(level)  # type: ignore[arg-type]
     wrong_tags: list[Any] = [["wieghts"], "weights", 5, [5], [[]]]
