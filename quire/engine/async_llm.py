@@ -92,6 +92,8 @@ class AsyncLLM:
         self._queued: set[str] = set()  # not yet part of a step
         self._aborted_early: set[str] = set()  # while their prompts are encoded: the engine has not heard of them yet
         self._ids = itertools.count()
+        self._going = asyncio.Event()  # requests go to the engine
+        self._going.set()
         self._calls: dict[int, asyncio.Future[Any]] = {}
         self.limits = limits_of(config.scheduler, config.scheduler)
         self._stats = EngineStats(limits=self.limits)
@@ -199,6 +201,8 @@ class AsyncLLM:
         self._external[internal] = external
         self._queued.add(internal)
         try:
+            while params is not _ONE_TOKEN and not self._going.is_set():  # an adapter is loaded all the same
+                await self._going.wait()
             if not isinstance(prompt, PreparedPrompt):
                 prompt, params = await self.prepare(prompt, params or self.get_default_sampling_params()), None
             processed = self._inputs.processor.process(external, prompt, params, arrival, terms)
@@ -343,6 +347,37 @@ class AsyncLLM:
         """Whether it takes no requests."""
         return await self._call("is_sleeping")
 
+    async def pause_generation(
+        self, *, mode: str = "abort", wait_for_inflight_requests: bool = False, clear_cache: bool = True
+    ) -> None:
+        """Let requests that come wait until `resume_generation`; returns once none runs, to change weights, say.
+
+        Args:
+            mode: what becomes of those that run: "abort" ends them, "wait" waits until they have ended.
+            wait_for_inflight_requests: the same as "wait", in older scripts.
+            clear_cache: forget cached prefixes then.
+
+        Raises:
+            InvalidRequestError: another mode.
+        """
+        require(mode in ("abort", "wait"), "mode", mode, "'abort' or 'wait', as a request can't be kept half done")
+        if self._going.is_set():  # another one, as the loop may be, too
+            self._going = asyncio.Event()
+        while records := [*self._outputs.records]:
+            if mode == "abort" and not wait_for_inflight_requests and self._monitor.dead is None:
+                self._client.send(Abort(records))
+            await asyncio.sleep(0.01)
+        if clear_cache:
+            await self.reset_prefix_cache()
+
+    async def resume_generation(self) -> None:
+        """Let requests go on that wait since `pause_generation`."""
+        self._going.set()
+
+    async def is_paused(self) -> bool:
+        """Whether requests wait for `resume_generation`."""
+        return not self._going.is_set()
+
     async def update_weights(self, path: str) -> bool:
         """Use the weights of a directory; False (and nothing done) while requests run: see `LLM.update_weights`."""
         return await self._call("update_weights", path)
@@ -459,6 +494,7 @@ class AsyncLLM:
 
     def _end_all(self, error: EngineDeadError) -> None:
         """Tell everyone who waits."""
+        self._going.set()
         for stream in self._streams.values():
             stream.fail(type(error)(str(error)))
         for future in self._calls.values():

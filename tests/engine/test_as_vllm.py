@@ -181,8 +181,8 @@ def test_metrics(llm: LLM) -> None:
 
 async def _refusals(engine: AsyncLLM) -> None:
     try:
-        with pytest.raises(NotYetSupportedError, match="^AsyncLLM.pause_generation is not supported: send no requests"):
-            await engine.pause_generation(mode="keep")
+        with pytest.raises(NotYetSupportedError, match="^AsyncLLM.remove_lora is not supported: a request's"):
+            await engine.remove_lora(1)
         assert not hasattr(engine, "nonsense")
         assert not [name for name in vllm_names()["AsyncLLM"] if hasattr(engine, name)], "what is there is not missing"
         settings = engine.vllm_config

@@ -325,6 +325,53 @@ def test_arguments_of_the_wrong_kind_are_named(engine: Engine) -> None:
         llm.beam_search("x", None, SamplingParams())
 
 
+@pytest.mark.parametrize("mode", ["abort", "wait"])
+def test_requests_wait_while_it_is_paused(engine: Engine, mode: str) -> None:
+    """Those that run are ended, or finish; those that come meanwhile run, whole, once it goes on."""
+    llm, params = engine.llm, SamplingParams(temperature=0.0, max_tokens=100, ignore_eos=True)
+
+    async def check() -> None:
+        whole = (await engine.collect(PROMPTS[0], params))[-1].outputs[0].token_ids
+        before = llm.generate(PROMPTS[0], params)
+        await anext(before)
+        await llm.pause_generation(mode=mode)
+        assert await llm.is_paused()
+        *_, last = [output async for output in before]
+        assert (last.outputs[0].finish_reason, last.num_cached_tokens) == ("length" if mode == "wait" else "abort", 0)
+        after = asyncio.create_task(engine.collect(PROMPTS[0], params))
+        left = asyncio.create_task(engine.collect(PROMPTS[1], params))
+        done, _ = await asyncio.wait([after, left], timeout=0.3)
+        assert not done
+        assert (await llm.snapshot()).num_sequences == 0
+        left.cancel()
+        await llm.resume_generation()
+        assert not await llm.is_paused()
+        assert (await after)[-1].outputs[0].token_ids == whole
+        with pytest.raises(InvalidRequestError, match="mode must be 'abort' or 'wait', as .*; it is 'keep'"):
+            await llm.pause_generation(mode="keep")
+        assert not await llm.is_paused()
+        await llm.pause_generation(wait_for_inflight_requests=True, clear_cache=False)
+        await llm.resume_generation()
+        await engine.when_idle()
+
+    engine.run(check())
+
+
+def test_requests_that_wait_in_a_pause_hear_of_the_end() -> None:
+    llm = AsyncLLM.from_engine_args(ARGS, options=AsyncOptions(engine="thread", log_level="error"))
+
+    async def check() -> None:
+        await llm.pause_generation()
+        waiting = asyncio.create_task(Engine(llm, asyncio.Runner()).collect("x", SamplingParams(max_tokens=1)))
+        await asyncio.sleep(0.05)
+        llm.end_requests()
+        with pytest.raises(EngineDeadError):
+            await asyncio.wait_for(waiting, 10)
+
+    asyncio.run(check())
+    llm.shutdown()
+
+
 def test_logits_processors_need_the_thread() -> None:
     def only_seven(output_ids: list[int], logits: Any) -> Any:
         logits[:] = -1e9

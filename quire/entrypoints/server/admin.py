@@ -128,6 +128,33 @@ async def is_sleeping(state: State) -> Sleep:
     return Sleep(is_sleeping=await state.llm.is_sleeping())
 
 
+@router.post("/pause", tags=["admin"])
+async def pause(
+    request: Request,
+    state: Changeable,
+    mode: _Mode = "abort",
+    wait_for_inflight_requests: bool = False,
+    clear_cache: bool = True,
+) -> dict[str, str]:
+    """Let requests that come wait until /resume, once those that run were ended or waited for. As vLLM has it."""
+    options = {"wait_for_inflight_requests": wait_for_inflight_requests, "clear_cache": clear_cache}
+    await while_connected(request.receive, state.llm.pause_generation(mode=mode, **options))
+    return {"status": "paused"}
+
+
+@router.post("/resume", tags=["admin"])
+async def resume(state: Changeable) -> dict[str, str]:
+    """Let requests go on that wait since /pause."""
+    await state.llm.resume_generation()
+    return {"status": "resumed"}
+
+
+@router.get("/is_paused", tags=["admin"])
+async def is_paused(state: State) -> dict[str, bool]:
+    """Whether requests wait for /resume."""
+    return {"is_paused": await state.llm.is_paused()}
+
+
 @router.post("/update_weights", tags=["admin"], responses=_BUSY)
 async def update_weights(body: WeightChange, state: Changeable) -> Sleep:
     """Use the weights of another checkpoint of the same model; those in use stay where anything is wrong with them."""

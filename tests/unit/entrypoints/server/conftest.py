@@ -80,6 +80,7 @@ class FakeAsyncLLM:
         self.rendered: list[dict[str, Any]] = []
         self.pinned: list[tuple[Any, bool]] = []
         self.is_idle = True
+        self.paused, self.pauses = False, list[dict[str, Any]]()
         self.slept: list[int] = []  # levels
         self.sleep_modes: list[str | None] = []
         self.num_aborted = self.num_shutdowns = 0
@@ -107,6 +108,16 @@ class FakeAsyncLLM:
 
     async def wake_up(self, tags: list[str] | None) -> None:
         self.slept = self.slept if tags == ["weights"] else []
+
+    async def pause_generation(self, **options: Any) -> None:
+        self.pauses.append(options)
+        self.paused = True
+
+    async def resume_generation(self) -> None:
+        self.paused = False
+
+    async def is_paused(self) -> bool:
+        return self.paused
 
     async def is_sleeping(self) -> bool:
         return bool(self.slept)

@@ -172,7 +172,8 @@ def test_routes_of_what_models_here_do_not_do_say_so(client: TestClient) -> None
 
 
 @pytest.mark.parametrize(
-    "path", ["/start_profile", "/reset_mm_cache", "/collective_rpc", "/pause", "/inference/v1/generate", "/v1/files"]
+    "path",
+    ["/start_profile", "/reset_mm_cache", "/collective_rpc", "/abort_requests", "/inference/v1/generate", "/v1/files"],
 )
 def test_vllms_other_routes_say_what_to_do_instead(client: TestClient, path: str) -> None:
     answer = client.post(path, json={})

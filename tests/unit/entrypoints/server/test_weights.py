@@ -46,6 +46,19 @@ def test_requests_that_run_are_ended_or_waited_for_on_demand(keyed: TestClient, 
     assert (answer.status_code, answer.json()["error"]["param"]) == (400, "mode")
 
 
+def test_requests_wait_while_it_is_paused(keyed: TestClient, async_llm: Any) -> None:
+    assert keyed.get("/is_paused").json() == {"is_paused": False}
+    assert keyed.post("/pause?mode=wait&clear_cache=false").json() == {"status": "paused"}
+    assert async_llm.pauses == [{"mode": "wait", "wait_for_inflight_requests": False, "clear_cache": False}]
+    assert keyed.get("/is_paused").json() == {"is_paused": True}
+    assert keyed.post("/resume").json() == {"status": "resumed"}
+    assert keyed.get("/is_paused").json() == {"is_paused": False}
+    assert keyed.post("/pause?wait_for_inflight_requests=true").json() == {"status": "paused"}
+    assert async_llm.pauses[-1] == {"mode": "abort", "wait_for_inflight_requests": True, "clear_cache": True}
+    answer = keyed.post("/pause?mode=keep")
+    assert (answer.status_code, answer.json()["error"]["param"]) == (400, "mode")
+
+
 def test_weights_come_from_a_directory(keyed: TestClient) -> None:
     assert keyed.post("/update_weights", json={"path": "/weights"}).json() == {"is_sleeping": False}
     answer = keyed.post("/update_weights", json={"path": "/nowhere"})
