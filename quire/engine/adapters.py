@@ -10,7 +10,7 @@ from quire.config.engine_args import EngineArgs
 from quire.errors import InvalidRequestError, require
 from quire.lora.request import AdapterRequest, LoRARequest, PromptAdapterRequest, one_adapter
 from quire.models.peft import AdapterError, read_adapter
-from quire.protocol.requests import AdapterRef
+from quire.protocol.requests import NUM_IDS, AdapterRef
 
 
 class AdapterBook:
@@ -27,7 +27,7 @@ class AdapterBook:
 
     def knows(self, request: AdapterRequest | None) -> bool:
         """Whether `find` has no file to read."""
-        return not isinstance(request, AdapterRequest) or astuple(request)[1] in self._known
+        return not isinstance(request, AdapterRequest) or (astuple(request)[1] in self._known and not _reloads(request))
 
     def find(
         self, request: AdapterRequest | None, prompt_adapter: PromptAdapterRequest | None = None
@@ -46,20 +46,26 @@ class AdapterBook:
         param, option = ("lora_request", "lora") if is_lora else ("prompt_adapter_request", "prompt_adapter")
         if not getattr(self._args, f"enable_{option}"):
             raise InvalidRequestError(f"{param} needs an engine with enable_{option}=True.", param)
-        name, own, path, *stated = astuple(request)
+        name, own, path, *stated = astuple(request)[: 3 if is_lora else 4]
         with self._lock:
-            if (ref := self._known.get(own)) is None:
+            if (ref := self._known.get(own)) is None or _reloads(request):
                 try:
                     files = read_adapter(path, name, self._args.max_lora_rank, self._args.max_prompt_adapter_token)
                 except AdapterError as error:
                     error.param = param
                     raise
-                ref = AdapterRef(own, files.digest, name, path, *files.shape[:1])
+                version = own if ref is None else ref.adapter_id + NUM_IDS  # what runs keeps its own
+                read = AdapterRef(version, files.digest, name, path, *files.shape[:1])
                 if stated != [*files.shape[:1]]:
-                    what = f"the adapter {name!r} has {ref.num_virtual} virtual tokens (0: it is a LoRA)"
+                    what = f"the adapter {name!r} has {read.num_virtual} virtual tokens (0: it is a LoRA)"
                     raise InvalidRequestError(f"{what}, and {sum(stated)} by what the request says of it.", param)
-                self._known[own] = ref
+                if ref is None or (ref.digest, ref.path) != (read.digest, path):
+                    self._known[own] = ref = read
         if (ref.path, ref.param) != (path, param):
             what = f"{'lora_int' if is_lora else 'prompt_adapter'}_id={own} stands for the adapter {ref.name!r}"
             raise InvalidRequestError(f"{what}, and {name!r} has another path: give it another id.", param)
         return ref
+
+
+def _reloads(request: AdapterRequest) -> bool:
+    return isinstance(request, LoRARequest) and request.load_inplace

@@ -14,6 +14,7 @@ from quire.engine.input_processor import ProcessedInput
 from quire.errors import InvalidRequestError
 from quire.lora.request import LoRARequest
 from quire.outputs import CompletionOutput, Logprob, RequestMetrics, RequestOutput
+from quire.protocol.requests import NUM_IDS
 from quire.protocol.step import Failure, FailureKind, PromptLogprobs, SequenceOutput, TokenLogprobs
 from quire.sampling_params import RequestOutputKind, SamplingParams
 from quire.text.detokenizer import IncrementalDetokenizer
@@ -72,7 +73,7 @@ class RequestRecord:
         if not args.disable_log_stats:
             self.shown.metrics = RequestMetrics(request.arrival_time)
         if (adapter := request.adapter) is not None and not request.num_virtual:
-            self.shown.lora_request = LoRARequest(adapter.name, adapter.adapter_id, adapter.path)
+            self.shown.lora_request = LoRARequest(adapter.name, adapter.adapter_id % NUM_IDS, adapter.path)
         self.failed = False
         self._interval, self._delta = args.stream_interval, params.output_kind == RequestOutputKind.DELTA
         self._is_ranked = self.num_left > params.n

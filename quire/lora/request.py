@@ -1,8 +1,8 @@
 """How a caller names the adapter that a request runs with, as vLLM has it."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
-from quire.errors import InvalidRequestError
+from quire.errors import InvalidRequestError, require
 from quire.utils.values import number, plain
 
 
@@ -12,8 +12,9 @@ class LoRARequest:
 
     Attributes:
         lora_name: for people.
-        lora_int_id: at least 1; stands for this adapter for as long as the engine lives.
+        lora_int_id: at least 1; stands for this adapter for as long as the engine lives, but for `load_inplace`.
         lora_path: its folder, with adapter_config.json and adapter_model.safetensors as PEFT writes them.
+        load_inplace: read the files anew: from now on the id stands for what they hold; what runs keeps the other.
 
     Raises:
         InvalidRequestError: a name or path that is no text, or an id out of its range.
@@ -22,6 +23,7 @@ class LoRARequest:
     lora_name: str
     lora_int_id: int
     lora_path: str
+    load_inplace: bool = field(default=False, kw_only=True)
 
     def __post_init__(self) -> None:
         _check(self, "lora_request")
@@ -67,5 +69,7 @@ def _check(request: AdapterRequest, param: str) -> None:
             value = vars(request)[name] = plain(value)
             if not (isinstance(value, str) and value):
                 raise InvalidRequestError(f"{name} must be a non-empty text, got {repr(value)[:80]}.", param)
+        elif name == "load_inplace":
+            require(isinstance(value, bool), f"{param}.{name}", value, "True or False")
         elif (found := number(value, int)) is None or not 1 <= found < 2**31:
             raise InvalidRequestError(f"{name} must be an integer from 1 to {2**31 - 1}, got {value!r:.80}.", param)

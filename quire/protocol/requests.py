@@ -42,10 +42,13 @@ class PoolingTask(SamplingTask, frozen=True, kw_only=True, tag="pooling"):
     """One vector for the whole prompt: the request ends when its prompt is computed, with a token of no meaning."""
 
 
+NUM_IDS = 2**31  # that users can give adapters
+
+
 class AdapterRef(msgspec.Struct, frozen=True, array_like=True):
     """The adapter (LoRA, or virtual tokens) that a request runs with."""
 
-    adapter_id: int  # >= 1; unique in the engine's life
+    adapter_id: int  # >= 1, unique in the engine's life: the user's, plus NUM_IDS for each later version of its files
     digest: bytes  # of its files; part of every block's name in the prefix cache
     name: str = ""  # for people
     path: str = ""  # of its folder

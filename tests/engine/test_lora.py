@@ -99,6 +99,32 @@ def test_no_neighbour_changes_a_bit(llm: LLM, adapters: list[LoRARequest]) -> No
     assert run(plain, PROMPTS[:1], [None], SEEDED) == alone[:1]
 
 
+def test_an_adapter_is_replaced_in_place(llm: LLM, adapters: list[LoRARequest], tmp_path: Path) -> None:
+    """Its id stands for what its files hold when that is asked for; whoever runs with it keeps what it began with."""
+    prompts, alone = [PROMPTS[0] * 8], [run(llm, [PROMPTS[0] * 8], [one])[0] for one in adapters[:2]]
+    shutil.copytree(adapters[0].lora_path, tmp_path / "own")
+    plain, anew = (LoRARequest("own", 50, str(tmp_path / "own"), load_inplace=again) for again in (False, True))
+    assert run(llm, prompts, [anew]) == run(llm, prompts, [plain]) == alone[:1]
+    engine = llm.llm_engine
+    engine.add_request("before", prompts[0], ASKED, lora_request=plain)
+    engine.step()
+    for file in Path(adapters[1].lora_path).iterdir():
+        shutil.copy(file, tmp_path / "own")
+    engine.add_request("between", prompts[0], ASKED, lora_request=plain)
+    engine.add_request("after", prompts[0], ASKED, lora_request=anew)
+    outputs = drain(engine)
+    assert [told(outputs[name]) for name in ("before", "between", "after")] == [alone[0], *alone]
+    assert outputs["after"].lora_request == plain
+    assert run(llm, prompts, [plain]) == run(llm, prompts, [anew]) == alone[1:]
+    shutil.copytree(adapters[0].lora_path, tmp_path / "other")
+    moved = LoRARequest("own", 50, str(tmp_path / "other"), load_inplace=True)
+    assert run(llm, prompts, [moved]) == alone[:1]
+    with pytest.raises(InvalidRequestError, match="lora_int_id=50 stands for the adapter 'own'"):
+        run(llm, prompts, [plain])
+    with pytest.raises(InvalidRequestError, match="lora_request.load_inplace must be True or False; it is 5"):
+        LoRARequest("own", 50, "x", load_inplace=5)  # type: ignore[arg-type]
+
+
 def test_a_prefix_is_shared_by_those_of_one_adapter_only(llm: LLM, adapters: list[LoRARequest]) -> None:
     prompt, params = " ".join(["The old house stood at the edge of the wood."] * 8), SamplingParams(max_tokens=1)
     llm.reset_prefix_cache()
