@@ -4,6 +4,7 @@ Each is a module run with `python -P -m`, imports the very Quire that started it
 input, and leaves when that ends. What is said there is for the two ends to agree on.
 """
 
+import contextlib
 import os
 import signal
 import subprocess
@@ -18,6 +19,15 @@ _HARMLESS = ("PATH", "HOME", "LANG", "LANGUAGE", "TZ", "TMPDIR", "LD_LIBRARY_PAT
 _HARMLESS_PREFIXES = ("LC_", "PYTHON")
 
 
+class Child(subprocess.Popen[bytes]):
+    """A process that leaves when nobody holds it: `Popen` itself would keep its standard input open."""
+
+    def __del__(self) -> None:
+        with contextlib.suppress(AttributeError, OSError):  # it was not started, or has left
+            self.stdin.close()  # type: ignore[union-attr]
+        super().__del__()
+
+
 def work_behind_others() -> None:
     """Let this thread, and what it starts, have less of a busy machine than those that stream (Linux only)."""
     if sys.platform == "linux":  # where a thread has a niceness of its own
@@ -26,7 +36,7 @@ def work_behind_others() -> None:
 
 def start_child(
     module: str, *arguments: str, answers: bool = False, keys: bool = True, shares: Sequence[int] = ()
-) -> subprocess.Popen[bytes]:
+) -> Child:
     """Start a module as a process with a pipe to its standard input, which no Ctrl-C reaches.
 
     Args:
@@ -46,7 +56,7 @@ def start_child(
     # A terminal's Ctrl-C goes to the child as well, and would end it with a traceback while it still imports.
     mask = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
     try:
-        return subprocess.Popen(command, stdin=pipe, stdout=pipe if answers else None, env=environment, pass_fds=shares)
+        return Child(command, stdin=pipe, stdout=pipe if answers else None, env=environment, pass_fds=shares)
     finally:
         signal.pthread_sigmask(signal.SIG_SETMASK, mask)
 

@@ -250,6 +250,16 @@ def test_what_a_worker_raises_is_raised_here(tmp_path: Path, monkeypatch: pytest
     llm.llm_engine.shutdown()
 
 
+def test_workers_end_with_their_llm() -> None:
+    mark, llm = os.environ["QUIRE_TEST_MARK"], LLM(model="demo", **MP)
+    assert marked(mark) == workers(llm)
+    del llm
+    end = time.monotonic() + 30
+    while marked(mark):
+        assert time.monotonic() < end, "a worker still runs"
+        time.sleep(0.05)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("when", ["loading", "busy"])
 def test_workers_end_with_their_parent(when: str) -> None:

@@ -13,7 +13,6 @@ import subprocess
 import sys
 import threading
 import time
-import weakref
 
 from quire.errors import RequestFailedError
 from quire.text.grammars.meter import STEP_ITEMS
@@ -43,7 +42,6 @@ class Trial:
                 self._child = start_child("quire.text.grammars.trial", answers=True, keys=False)
             except OSError as error:
                 raise RequestFailedError(f"the process that tries grammars can't be started: {error}.") from None
-            self._killer = weakref.finalize(self, self._child.kill)
         answered = self._ask(child := self._child, source.encode("utf-8", "surrogatepass"), seconds)
         if not answered:
             self.end()
@@ -56,7 +54,6 @@ class Trial:
         """End the process, from whichever thread: what it tries just now is refused."""
         child, self._child = self._child, None
         if child is not None:
-            self._killer.detach()
             child.kill()
             child.wait()
 

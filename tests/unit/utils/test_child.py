@@ -1,8 +1,12 @@
 """Processes that Quire starts of itself: what they inherit."""
 
+import os
+import select
 import signal
 import time
 from pathlib import Path
+
+import pytest
 
 from quire.utils.child import is_stopped, start_child
 
@@ -33,3 +37,16 @@ def test_a_child_that_was_stopped_is_known_until_it_goes_on() -> None:
     finally:
         child.kill()
         child.communicate()
+
+
+@pytest.mark.parametrize("told", [b"", b"half a line"])
+def test_a_child_leaves_when_nobody_holds_it(told: bytes) -> None:
+    child = start_child("quire.text.render_child", "1", "64", answers=True)
+    assert child.stdin is not None
+    child.stdin.write(told)
+    held = os.pidfd_open(child.pid)
+    del child
+    try:
+        assert select.select([held], [], [], 60)[0], "it still runs"
+    finally:
+        os.close(held)
