@@ -46,7 +46,7 @@ async def read_chat(
         sent_as: what the client calls some fields, for the log.
     """
     request_id = body.request_id or request_id
-    model = state.admit(body)
+    adapter = state.adapters.get(model := state.admit(body))  # now: it may be unloaded while this is read
     offer = read_offer(body.tools, body.tool_choice, body.parallel_tool_calls)
     params = held_to(chat_params(body, state.llm), state.args.structure)
     text = await _render(state, body)
@@ -72,7 +72,7 @@ async def read_chat(
     head = (f"chatcmpl-{request_id}", int(time.time()), model)
     role = args.response_role if _opens_turn(body) else body.messages[-1].role
     writer = ChatWriter(body, head, turn, role, body.shows_token_ids(args.return_tokens_as_token_ids))
-    adapter, names = state.adapters.get(model), names_of(body) | parsing.names
+    names = names_of(body) | parsing.names
     return TurnRequest(request_id, [prompt], params, terms_of(body, state.llm), adapter, names), writer
 
 

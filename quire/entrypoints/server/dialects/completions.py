@@ -36,7 +36,7 @@ async def read_completion(
 ) -> "tuple[TurnRequest, CompletionWriter]":
     """See `Read`."""
     request_id = body.request_id or request_id
-    model = state.admit(body)
+    adapter = state.adapters.get(model := state.admit(body))  # now: it may be unloaded while this is read
     if body.echo and state.llm.tokenizer is None:
         raise InvalidRequestError("echo needs a tokenizer, but this server runs without one.", "echo")
     params = held_to(completion_params(body, state.llm), state.args.structure)
@@ -62,8 +62,7 @@ async def read_completion(
     logprobs = None if body.logprobs is None else _LogprobWriter(state.llm.tokenizer, as_ids, body)
     writer = CompletionWriter(body, (f"cmpl-{request_id}", int(time.time()), model), turn, logprobs, echoes)
     writer.opens_large = bool(body.echo) and body.logprobs is not None and sum(lengths) * params.n > _LONG
-    adapter, terms = state.adapters.get(model), terms_of(body, state.llm)
-    return TurnRequest(request_id, prompts, params, terms, adapter, names_of(body)), writer
+    return TurnRequest(request_id, prompts, params, terms_of(body, state.llm), adapter, names_of(body)), writer
 
 
 class CompletionWriter:
