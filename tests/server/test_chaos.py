@@ -26,7 +26,16 @@ ADAPTERS = Path(quire.__file__).parent / "demo" / "adapters"
 NAMES = ["play", "sea", "talk"]
 PROMPTS = [f"The {a} {b} " * count for a in ("old", "new") for b in ("king", "sea") for count in (1, 9)]
 KEY = {"Authorization": "Bearer sesame"}
-FLAGS = ["--api-key", "sesame", "--enable-lora", "--max-loras", "2", "--allowed-adapter-dir", str(ADAPTERS)]
+FLAGS = [
+    "--api-key",
+    "sesame",
+    "--enable-lora",
+    "--max-loras",
+    "2",
+    "--enable-prompt-adapter",
+    "--allowed-adapter-dir",
+    str(ADAPTERS),
+]
 FEW_BLOCKS = ["--num-kv-blocks", "60", "--max-model-len", "512"]
 KINDS = {
     "plain": [],
