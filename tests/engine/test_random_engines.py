@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from dice import CITY, STOPS, words
 
 import quire
 from quire import LLM, RequestOutput, SamplingParams
@@ -19,44 +20,6 @@ from quire.lora.request import AdapterRequest, LoRARequest, PromptAdapterRequest
 
 SEEDS = range(300) if os.environ.get("QUIRE_NIGHTLY") == "1" else range(3)
 HOME = Path(quire.__file__).parent / "demo" / "adapters"
-WORDS = [
-    *(
-        "the",
-        "old",
-        "house",
-        "stood",
-        "at",
-        "edge",
-        "of",
-        "wood",
-        "and",
-        "king",
-        "said",
-        "to",
-        "his",
-        "daughter",
-        "that",
-    ),
-    *(
-        "she",
-        "must",
-        "go",
-        "sea",
-        "ship",
-        "red",
-        "new",
-        "day",
-        "night",
-        "morning,",
-        "bright",
-        ".",
-        '"',
-        "\n",
-        "中文",
-        "é",
-    ),
-]
-CITY = {"type": "object", "properties": {"city": {"type": "string", "maxLength": 12}}, "required": ["city"]}
 STRUCTURES = [{"regex": r"[a-z ]{5,40}\."}, {"choice": ["yes", "no é"]}, {"json": CITY}, {"json_object": True}]
 DRAFTS: list[dict[str, Any]] = [
     {"method": "ngram", "num_speculative_tokens": 4},
@@ -79,10 +42,6 @@ ADAPTERS: list[AdapterRequest | None] = [
 ]
 Asked = tuple[Any, dict[str, Any], AdapterRequest | None]
 pytestmark = pytest.mark.slow
-
-
-def words(rng: random.Random, count: int) -> str:
-    return " ".join(rng.choice(WORDS) for _ in range(count))
 
 
 def formats(rng: random.Random) -> dict[str, Any]:
@@ -129,7 +88,7 @@ def params(rng: random.Random) -> dict[str, Any]:
         "prompt_logprobs": rng.choice([0, 3]),
         "ignore_eos": True,
         "min_tokens": rng.randint(0, most),
-        "stop": rng.sample(["the", " a", ".", "\n", "e h", "qq"], 2),
+        "stop": rng.sample(STOPS, 2),
         "include_stop_str_in_output": True,
         "stop_token_ids": [rng.randrange(4096) for _ in range(5)],
         "bad_words": ["the", "and the"],

@@ -11,50 +11,11 @@ from typing import Any
 
 import pytest
 from client import Answer, ask, events, run
+from dice import CITY, STOPS, words
 from serving import RunningServer
 
 COUNT = 2000 if os.environ.get("QUIRE_NIGHTLY") == "1" else 250
 AT_ONCE = 12
-WORDS = [
-    *(
-        "the",
-        "old",
-        "house",
-        "stood",
-        "at",
-        "edge",
-        "of",
-        "wood",
-        "and",
-        "king",
-        "said",
-        "to",
-        "his",
-        "daughter",
-        "that",
-    ),
-    *(
-        "she",
-        "must",
-        "go",
-        "sea",
-        "ship",
-        "red",
-        "new",
-        "day",
-        "night",
-        "morning,",
-        "bright",
-        ".",
-        '"',
-        "'",
-        "{}",
-        "12",
-    ),
-    *("Ünïcode", "中文", "é", "😀", "<tool_call>", "</tool_call>", "<think>", "</think>"),
-]
-STOPS = ["the", " a", ".", "\n", "e h", "qq", "he sa", "中", "é"]
-CITY = {"type": "object", "properties": {"city": {"type": "string", "maxLength": 8}}, "required": ["city"]}
 WEATHER = {"type": "function", "function": {"name": "weather", "parameters": CITY}}
 CALLS = ["auto", "required", "none", {"type": "function", "function": {"name": "weather"}}]
 STRUCTURES: list[dict[str, Any]] = [
@@ -72,10 +33,6 @@ KINDS = {
     "ranks": ["--tensor-parallel-size", "2", *FEW_BLOCKS],
 }
 pytestmark = pytest.mark.slow
-
-
-def words(rng: random.Random, count: int) -> str:
-    return " ".join(rng.choice(WORDS) for _ in range(count))
 
 
 def body(rng: random.Random) -> tuple[str, dict[str, Any]]:
