@@ -51,6 +51,7 @@ GETS = [
         "/v1/models/{model}",
         "/tokenizer_info",
         "/is_sleeping",
+        "/is_paused",
         "/health",
         "/version",
         "/load",
@@ -69,7 +70,7 @@ GETS = [
 CHANGES = [
     *(("POST", "/admin/prefixes"), ("POST", "/reset_prefix_cache"), ("DELETE", "/admin/prefixes/{name}")),
     ("POST", "/admin/engines/{rank}/restart"),
-    *(("POST", "/sleep"), ("POST", "/wake_up"), ("POST", "/update_weights")),
+    *(("POST", "/sleep"), ("POST", "/wake_up"), ("POST", "/update_weights"), ("POST", "/pause"), ("POST", "/resume")),
     *(("POST", "/v1/load_lora_adapter"), ("POST", "/v1/unload_lora_adapter")),  # nor is there a folder of adapters
     *(("DELETE", "/v1/responses/{response_id}"), ("POST", "/v1/responses/{response_id}/cancel")),  # there is none
 ]
