@@ -1,5 +1,6 @@
 """Groups of ranks, here threads with a view each: what they gather, recorded and not, agree upon, and how they end."""
 
+import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -201,9 +202,11 @@ def test_a_rank_alone_meets_nobody() -> None:
 
 
 def test_counters_wrap_around(tmp_path: Path) -> None:
+    all_set = threading.Barrier(2)
+
     def run(group: Group) -> list[int]:
         group._arrivals[group.rank] = 2**32 - 4
-        time.sleep(0.05)  # until all have set theirs
+        all_set.wait(60)
         return [group.agree(i) for i in range(9)]
 
     assert on_ranks(tmp_path, run, size=2) == [list(range(9))] * 2
