@@ -68,16 +68,17 @@ class Batches:
                 raise of_prompt(error, place, len(prompts)) from None
         ids = [entry.request.request_id for entry in processed]
         with self.turn:
-            for place, entry in enumerate(processed):
-                try:
-                    self._engine.submit(entry)
-                except InvalidRequestError as error:
-                    self._drop(ids)
-                    raise of_prompt(error, place, len(prompts)) from None
-                except BaseException:  # Ctrl-C, when this one is queued
-                    self._drop(ids)
-                    raise
-            return self._finish(ids, use_tqdm)
+            try:
+                for place, entry in enumerate(processed):
+                    try:
+                        self._engine.submit(entry)
+                    except InvalidRequestError as error:
+                        raise of_prompt(error, place, len(prompts)) from None
+                return self._finish(ids, use_tqdm)
+            except BaseException:  # Ctrl-C as well: leave nothing behind a caller who goes on
+                self._engine.abort_request(ids)
+                self._engine.discard_outputs(ids)
+                raise
 
     def _finish(self, ids: list[str], use_tqdm: bool) -> list[RequestOutput]:
         """Step until every one of these requests has its final output."""
@@ -85,30 +86,22 @@ class Batches:
         done: dict[str, RequestOutput] = {}
         num_input = num_output = 0
         with tqdm(total=len(ids), desc="Processed prompts", disable=not use_tqdm, dynamic_ncols=True) as bar:
-            try:
-                while waiting:
-                    for output in self._engine.step():
-                        if not output.finished or output.request_id not in waiting:
-                            continue
-                        waiting.remove(output.request_id)
-                        error, num_tokens = output.error, sum(len(part.token_ids) for part in output.outputs)
-                        if error is not None and error.param is not None and not num_tokens:
-                            raise of_prompt(error, ids.index(output.request_id), len(ids))
-                        done[output.request_id] = output
-                        num_input += len(output.prompt_token_ids or ())
-                        num_output += num_tokens
-                        elapsed = max(bar.format_dict["elapsed"], 1e-6)
-                        speeds = f"input: {num_input / elapsed:.1f} toks/s, output: {num_output / elapsed:.1f} toks/s"
-                        bar.set_postfix_str(speeds, False)
-                        bar.update()
-            except BaseException:  # Ctrl-C as well: leave nothing running behind a caller who goes on
-                self._drop(list(waiting))
-                raise
+            while waiting:
+                for output in self._engine.step():
+                    if not output.finished or output.request_id not in waiting:
+                        continue
+                    waiting.remove(output.request_id)
+                    error, num_tokens = output.error, sum(len(part.token_ids) for part in output.outputs)
+                    if error is not None and error.param is not None and not num_tokens:
+                        raise of_prompt(error, ids.index(output.request_id), len(ids))
+                    done[output.request_id] = output
+                    num_input += len(output.prompt_token_ids or ())
+                    num_output += num_tokens
+                    elapsed = max(bar.format_dict["elapsed"], 1e-6)
+                    speeds = f"input: {num_input / elapsed:.1f} toks/s, output: {num_output / elapsed:.1f} toks/s"
+                    bar.set_postfix_str(speeds, False)
+                    bar.update()
         return [done[request_id] for request_id in ids]
-
-    def _drop(self, ids: list[str]) -> None:
-        self._engine.abort_request(ids)
-        self._engine.discard_outputs(ids)
 
 
 def of_prompt(error: InvalidRequestError, place: int, num_prompts: int, name: str = "prompts") -> InvalidRequestError:
