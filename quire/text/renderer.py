@@ -149,14 +149,9 @@ def _stopped(reason: str) -> InvalidRequestError:
 
 
 def _end(child: subprocess.Popen[bytes], owner: int) -> None:
-    if owner != os.getpid():
-        return
-    child.kill()
-    child.wait()
-    for pipe in (child.stdin, child.stdout):
-        if pipe is not None:
-            with contextlib.suppress(OSError):
-                pipe.close()
+    if owner == os.getpid():
+        with child:  # closes its pipes, and waits
+            child.kill()
 
 
 def _exchange(child: subprocess.Popen[bytes], data: bytes) -> bytes | None:
