@@ -95,14 +95,10 @@ class FormatWriter:
 
     def _sequence(self, elements: list[Any]) -> str:
         written: list[str] = []
-        for number, element in enumerate(elements):
-            follows = elements[number + 1] if number + 1 < len(elements) else None
-            if number and _is_free(elements[number - 1]):
-                continue  # written with the text before it
-            if _is_free(element) and follows is not None:
-                written.append(self._after_text(follows))
-            else:
-                written.append(self.write(element))
+        rest = iter(elements)
+        for element in rest:
+            follows = next(rest, None) if _is_free(element) else None  # written with the text before it
+            written.append(self.write(element) if follows is None else self._after_text(follows))
         return self._lark.rule(" ".join(filter(None, written)))
 
     def _after_text(self, format: Any) -> str:
