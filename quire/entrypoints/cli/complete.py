@@ -9,18 +9,15 @@ from collections.abc import Iterable
 
 from quire.entrypoints.cli.files import read_text
 from quire.entrypoints.cli.flags import add_typed_flag
-from quire.entrypoints.cli.session import add_sampling_flags, add_server_flags, sampling_given
+from quire.entrypoints.cli.session import DEFAULT_MAX_TOKENS, add_sampling_flags, add_server_flags, sampling_given
 from quire.entrypoints.cli.terminal import Keyboard, refusals_shown, show
 from quire.errors import ConfigError
-
-_DEFAULT_MAX_TOKENS = 128
 
 
 def add_flags(parser: ArgumentParser) -> None:
     """The flags of `quire complete`."""
     add_server_flags(parser)
-    help_text = f"most tokens to generate for each prompt (default: {_DEFAULT_MAX_TOKENS})"
-    add_sampling_flags(parser, {"max_tokens": help_text})
+    add_sampling_flags(parser)
     add_typed_flag(parser, "seed", int, None, "makes the random choices the same each time")
     parser.epilog = "`quire generate MODEL` continues a text without a server."
 
@@ -28,7 +25,7 @@ def add_flags(parser: ArgumentParser) -> None:
 def run(namespace: Namespace) -> None:
     """Continue prompts until the input ends."""
     interactive = sys.stdin.isatty() and namespace.quick is None
-    body = {"max_tokens": _DEFAULT_MAX_TOKENS, **sampling_given(namespace)}
+    body = {"max_tokens": DEFAULT_MAX_TOKENS, **sampling_given(namespace)}
     if hasattr(namespace, "seed"):
         body["seed"] = namespace.seed
     from quire.entrypoints.cli.remote import Server

@@ -10,16 +10,14 @@ import time
 from argparse import ArgumentParser, Namespace
 from typing import TYPE_CHECKING
 
+from quire.entrypoints.cli import session
 from quire.entrypoints.cli.files import read_text
 from quire.entrypoints.cli.flags import add_engine_flags
-from quire.entrypoints.cli.session import add_sampling_flags, load, sampling_given, sampling_params, stream
 from quire.errors import ConfigError
 from quire.sampling_params import SamplingParams
 
 if TYPE_CHECKING:
     from quire.entrypoints.llm import LLM
-
-_DEFAULT_MAX_TOKENS = 128
 
 
 def add_flags(parser: ArgumentParser) -> None:
@@ -27,18 +25,17 @@ def add_flags(parser: ArgumentParser) -> None:
     help_text = "text to continue; repeat for several"
     parser.add_argument("-p", "--prompt", action="append", default=[], metavar="TEXT", help=help_text)
     parser.add_argument("--prompts-file", metavar="FILE", help="a file of prompts, one a line ('-': standard input)")
-    help_text = f"most tokens to generate for each prompt (default: {_DEFAULT_MAX_TOKENS})"
-    add_sampling_flags(parser, {"max_tokens": help_text, "n": "texts to generate for each prompt"})
+    session.add_sampling_flags(parser, {"n": "texts to generate for each prompt"})
     add_engine_flags(parser)
     parser.epilog = "Without --prompt and --prompts-file the prompt is what standard input holds."
 
 
 def run(namespace: Namespace) -> None:
     """Generate, and print."""
-    given = sampling_given(namespace)
+    given = session.sampling_given(namespace)
     prompts = _read_prompts(namespace)
-    llm, startup = load(namespace)
-    params = sampling_params(llm, given, max_tokens=_DEFAULT_MAX_TOKENS)
+    llm, startup = session.load(namespace)
+    params = session.sampling_params(llm, given, max_tokens=session.DEFAULT_MAX_TOKENS)
     streamed = len(prompts) == 1 and params.n == 1
     start = time.perf_counter()
     num_input, num_output = _stream_one(llm, prompts[0], params) if streamed else _print_all(llm, prompts, params)
@@ -68,7 +65,7 @@ def _read_prompts(namespace: Namespace) -> list[str]:
 def _stream_one(llm: "LLM", prompt: str, params: SamplingParams) -> tuple[int, int]:
     """Print a text as it comes; the numbers of tokens in and out."""
     num_input = num_output = 0
-    for output in stream(llm, prompt, params):
+    for output in session.stream(llm, prompt, params):
         num_input = len(output.prompt_token_ids or ())
         num_output += len(output.outputs[0].token_ids)
         print(output.outputs[0].text, end="", flush=True)

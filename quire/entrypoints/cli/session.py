@@ -22,8 +22,9 @@ from quire.utils.suggest import unknown_name_message
 if TYPE_CHECKING:
     from quire.entrypoints.llm import LLM
 
+DEFAULT_MAX_TOKENS = 128  # to continue a prompt
 _SAMPLING_HELP = {
-    "max_tokens": "most tokens to generate",
+    "max_tokens": f"most tokens to generate for each prompt (default: {DEFAULT_MAX_TOKENS})",
     "temperature": "0 always takes the likeliest token; higher is more random",
     "top_p": "sample from the likeliest tokens that make up this share of the probability",
     "top_k": "sample from the k likeliest tokens; 0 for all",
