@@ -138,17 +138,20 @@ def _byte_level(vocabulary: _Vocabulary) -> tokenizers.Tokenizer:
     merges = [tuple(merge.split(" ", 1)) for merge in vocabulary.list_of("merges", str)]
     options: Any = {"vocab": vocabulary.ids, "merges": merges, "ignore_merges": pre in _WHOLE_WORDS}
     fast = tokenizers.Tokenizer(models.BPE(**options))
-    split = _SPLITS[pre]
-    by_bytes: Any = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=split in ("gpt-2", "digits"))
+    take_bytes(fast, _SPLITS[pre])
+    return fast
+
+
+def take_bytes(fast: tokenizers.Tokenizer, split: str, add_prefix_space: bool = False) -> None:
+    """Have a tokenizer split text as an entry of _SPLITS says, and look up the bytes of each part."""
+    by_bytes: Any = pre_tokenizers.ByteLevel(add_prefix_space=add_prefix_space, use_regex=split in ("gpt-2", "digits"))
     if split == "digits":
         by_bytes = pre_tokenizers.Sequence([pre_tokenizers.Digits(individual_digits=True), by_bytes])
     elif split != "gpt-2":
         by_bytes = pre_tokenizers.Sequence([pre_tokenizers.Split(Regex(split), behavior="isolated"), by_bytes])
-    fast.pre_tokenizer = by_bytes
-    fast.decoder = decoders.ByteLevel()  # type: ignore[assignment]
-    if split is QWEN2_SPLIT:
-        fast.normalizer = normalizers.NFC()  # type: ignore[assignment]
-    return fast
+    normalizer: Any = normalizers.NFC() if split == QWEN2_SPLIT else None
+    decoder: Any = decoders.ByteLevel()
+    fast.normalizer, fast.pre_tokenizer, fast.decoder = normalizer, by_bytes, decoder
 
 
 def _sentencepiece(vocabulary: _Vocabulary, unknown: str | None) -> tokenizers.Tokenizer:

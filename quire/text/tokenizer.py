@@ -10,14 +10,14 @@ from pathlib import Path
 from typing import Any, overload
 
 import tokenizers
-from tokenizers import decoders, models, normalizers, pre_tokenizers, processors
+from tokenizers import models, pre_tokenizers, processors
 
 from quire.config.gguf import read_gguf
 from quire.errors import ConfigError, InvalidRequestError, ModelLoadError, NotYetSupportedError, require
 from quire.text.backend import FastBackend, load_sentencepiece, sentencepiece_decoder
 from quire.text.conversation import Conversation
 from quire.text.files import NAMED_TOKENS, TokenizerConfig, read_tokenizer_config
-from quire.text.gguf import QWEN2_SPLIT, read_gguf_tokenizer
+from quire.text.gguf import QWEN2_SPLIT, read_gguf_tokenizer, take_bytes
 from quire.text.renderer import Renderer
 from quire.text.streams import Backend, StreamFactory, TextStream, clean_up_spaces
 from quire.utils.logs import logger
@@ -393,17 +393,11 @@ def _rebuild(fast: tokenizers.Tokenizer, config: TokenizerConfig, name: str | No
     add_prefix_space = settings.get("add_prefix_space")
     is_llama = name == "LlamaTokenizer"
     model.unk_token, model.byte_fallback, model.fuse_unk, model.ignore_merges = None, is_llama, is_llama, False  # type: ignore[assignment]
-    normalizer: Any = None
-    if is_llama:
-        scheme = "always" if settings.get("legacy") else "first"
-        scheme = scheme if add_prefix_space in (None, True) else "never"
-        pre: Any = pre_tokenizers.Metaspace(replacement="▁", prepend_scheme=scheme, split=False)
-        decoder: Any = sentencepiece_decoder(has_first_space=scheme != "never")
-    else:
-        pre = pre_tokenizers.ByteLevel(add_prefix_space=bool(add_prefix_space), use_regex=name == "GPT2Tokenizer")
-        decoder = decoders.ByteLevel()
-        if name == "Qwen2Tokenizer":
-            normalizer = normalizers.NFC()
-            split = pre_tokenizers.Split(tokenizers.Regex(QWEN2_SPLIT), behavior="isolated")
-            pre = pre_tokenizers.Sequence([split, pre])
-    fast.normalizer, fast.pre_tokenizer, fast.decoder = normalizer, pre, decoder
+    if not is_llama:
+        take_bytes(fast, QWEN2_SPLIT if name == "Qwen2Tokenizer" else "gpt-2", bool(add_prefix_space))
+        return
+    scheme = "always" if settings.get("legacy") else "first"
+    scheme = scheme if add_prefix_space in (None, True) else "never"
+    pre: Any = pre_tokenizers.Metaspace(replacement="▁", prepend_scheme=scheme, split=False)
+    decoder = sentencepiece_decoder(has_first_space=scheme != "never")
+    fast.normalizer, fast.pre_tokenizer, fast.decoder = None, pre, decoder
