@@ -306,7 +306,7 @@ def load_tokenizer(path: str | Path, mode: str = "auto") -> Tokenizer:
         raise ConfigError(f"tokenizer_mode={mode!r} is unknown; use 'auto', 'slow' or 'mistral'.")
     if directory.is_file():
         fast, config = read_gguf_tokenizer(read_gguf(directory))
-        return Tokenizer(_add_ends(_finish(fast, config), config, fast), config, str(path))
+        return Tokenizer(_finish(fast, config, adds_ends=True), config, str(path))
     has_json = (directory / "tokenizer.json").is_file()
     if mode == "mistral":
         if not has_json:
@@ -351,23 +351,14 @@ def _load_vocab_and_merges(directory: Path, config: TokenizerConfig) -> FastBack
         raise ModelLoadError(f"vocab.json or merges.txt can't be read ({error}); download them again.") from None
     fast = tokenizers.Tokenizer(model)
     _rebuild(fast, config, config.tokenizer_class or "GPT2Tokenizer")
-    return _add_ends(_finish(fast, config), config, fast)
+    return _finish(fast, config, adds_ends=True)
 
 
-def _add_ends(backend: FastBackend, config: TokenizerConfig, fast: tokenizers.Tokenizer) -> FastBackend:
-    """Let the tokens that the configuration names for it begin and end every text."""
-    settings, named = config.settings, config.named_tokens
-    bos = [named["bos_token"].content] if settings.get("add_bos_token") and "bos_token" in named else []
-    eos = [named["eos_token"].content] if settings.get("add_eos_token") and "eos_token" in named else []
-    if bos or eos:
-        fast.post_processor = processors.TemplateProcessing(  # type: ignore[assignment]
-            single=[*bos, "$A", *eos], special_tokens=[(t, fast.token_to_id(t)) for t in {*bos, *eos}]
-        )
-    return backend
+def _finish(fast: tokenizers.Tokenizer, config: TokenizerConfig, adds_ends: bool = False) -> FastBackend:
+    """Add the tokens that the configuration names, and let nothing pad or cut.
 
-
-def _finish(fast: tokenizers.Tokenizer, config: TokenizerConfig) -> FastBackend:
-    """Add the tokens that the configuration names, and let nothing pad or cut."""
+    `adds_ends`: let the tokens that it names for it begin and end every text.
+    """
     fast.no_padding()
     fast.no_truncation()
     fast.encode_special_tokens = bool(config.settings.get("split_special_tokens"))
@@ -381,6 +372,13 @@ def _finish(fast: tokenizers.Tokenizer, config: TokenizerConfig) -> FastBackend:
         token.special = token.special or token.content in named
     # A token that is there already takes on the flags given last.
     fast.add_tokens([token for token in tokens if unchanged.get(token.content) != token.__getstate__()])
+    ends = config.named_tokens if adds_ends else {}
+    bos = [ends["bos_token"].content] if config.settings.get("add_bos_token") and "bos_token" in ends else []
+    eos = [ends["eos_token"].content] if config.settings.get("add_eos_token") and "eos_token" in ends else []
+    if bos or eos:
+        fast.post_processor = processors.TemplateProcessing(  # type: ignore[assignment]
+            single=[*bos, "$A", *eos], special_tokens=[(t, fast.token_to_id(t)) for t in {*bos, *eos}]
+        )
     return FastBackend(fast)
 
 
