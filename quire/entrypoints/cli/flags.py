@@ -15,6 +15,7 @@ import re
 import typing
 from argparse import SUPPRESS, ArgumentParser, ArgumentTypeError, Namespace
 from collections.abc import Collection, Iterable, Mapping, Sequence
+from fractions import Fraction
 from functools import cache
 from typing import Any
 
@@ -24,18 +25,15 @@ from quire.entrypoints.cli.files import OutputFile, OutputFolder
 from quire.errors import ConfigError
 from quire.utils.hub import hub_id
 
-_DECIMAL = {"k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12}
-_BINARY = {"K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
+_UNITS = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12, "K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
 
 
 def human_int(text: str) -> int:
     """A whole number, with an optional suffix: k, m, g, t are powers of 1000 and K, M, G, T powers of 1024."""
-    if match := re.fullmatch(r"([+-]?\d+)([kmgtKMGT]?)", text):
-        return int(match[1]) * (_DECIMAL | _BINARY | {"": 1})[match[2]]
-    if match := re.fullmatch(r"(\d+)\.(\d+)([kmgt])", text):
-        scaled = int(match[1] + match[2]) * _DECIMAL[match[3]]
-        if scaled % 10 ** len(match[2]) == 0:
-            return scaled // 10 ** len(match[2])
+    if match := re.fullmatch(r"([+-]?\d+|\d+\.\d+(?=[kmgt]))([kmgtKMGT]?)", text):
+        value = Fraction(match[1]) * _UNITS[match[2]]
+        if value.denominator == 1:
+            return int(value)
     raise ArgumentTypeError(f"{text!r} is not a whole number such as 4096, 4k (= 4000) or 4K (= 4096)")
 
 
