@@ -25,7 +25,13 @@ _LONG = 2000  # characters; a shorter text is not worth a batch
 
 
 class FastBackend:
-    """The `tokenizers` library."""
+    """The `tokenizers` library.
+
+    Attributes:
+        model_type: "BPE", "Unigram", ...
+        decoder_spec: the decoder as tokenizer.json has it; None: tokens are joined by spaces.
+        added_tokens: id -> (content, whether it is special).
+    """
 
     def __init__(self, fast: tokenizers.Tokenizer) -> None:
         self._fast = fast
@@ -45,7 +51,7 @@ class FastBackend:
 
 
 class SentencePieceBackend:
-    """SentencePiece's own library, with special tokens found in the text before it sees it."""
+    """SentencePiece's own library, with special tokens found in the text before it sees it; as `FastBackend` else."""
 
     model_type = "BPE"  # as far as the clean-up of spaces goes: SentencePiece keeps its own
 
@@ -102,6 +108,9 @@ class SentencePieceBackend:
     def _base_id(self, token: str) -> int | None:
         index: int = self._processor.piece_to_id(token)
         return index if self._processor.id_to_piece(index) == token else None
+
+
+Backend = FastBackend | SentencePieceBackend
 
 
 def sentencepiece_decoder(has_first_space: bool) -> Any:

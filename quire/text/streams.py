@@ -10,7 +10,10 @@ import codecs
 import os.path
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar
+
+if TYPE_CHECKING:
+    from quire.text.backend import Backend
 
 REPLACEMENT = "\ufffd"
 _Value = TypeVar("_Value")
@@ -30,21 +33,6 @@ class TextStream(Protocol):
     def finish(self) -> tuple[int, str]:
         """No id follows: settle what is open, an incomplete character as U+FFFD. Returns as `push` does."""
         ...
-
-
-class Backend(Protocol):
-    """What a tokenizer is built on: the `tokenizers` library, or SentencePiece."""
-
-    model_type: str  # "BPE", "Unigram", ...
-    decoder_spec: dict[str, Any] | None  # the decoder as tokenizer.json has it; None: tokens are joined by spaces
-    added_tokens: dict[int, tuple[str, bool]]  # id -> (content, whether it is special)
-
-    def encode(self, text: str, add_special_tokens: bool) -> list[int]: ...
-    def decode(self, token_ids: Sequence[int], skip_special_tokens: bool, /) -> str: ...
-    def id_to_token(self, token_id: int, /) -> str | None: ...
-    def token_to_id(self, token: str) -> int | None: ...
-    def get_vocab(self) -> dict[str, int]: ...
-    def get_vocab_size(self, with_added_tokens: bool) -> int: ...
 
 
 def _byte_alphabet() -> dict[str, int]:
@@ -299,7 +287,7 @@ def clean_up_spaces(text: str) -> str:
 class StreamFactory:
     """Makes the streams of one tokenizer; the tables that they share fill up as tokens are met. Thread-safe."""
 
-    def __init__(self, backend: Backend, clean_up: bool) -> None:
+    def __init__(self, backend: "Backend", clean_up: bool) -> None:
         self._backend, self._clean_up = backend, clean_up
         special = frozenset(i for i, (_, is_special) in backend.added_tokens.items() if is_special)
         self._skipped = {True: special, False: frozenset[int]()}

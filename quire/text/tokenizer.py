@@ -14,12 +14,12 @@ from tokenizers import models, pre_tokenizers, processors
 
 from quire.config.gguf import read_gguf
 from quire.errors import ConfigError, InvalidRequestError, ModelLoadError, NotYetSupportedError, require
-from quire.text.backend import FastBackend, load_sentencepiece, sentencepiece_decoder
+from quire.text.backend import Backend, FastBackend, load_sentencepiece, sentencepiece_decoder
 from quire.text.conversation import Conversation
 from quire.text.files import NAMED_TOKENS, TokenizerConfig, read_tokenizer_config
 from quire.text.gguf import QWEN2_SPLIT, read_gguf_tokenizer, take_bytes
 from quire.text.renderer import Renderer
-from quire.text.streams import Backend, StreamFactory, TextStream, clean_up_spaces
+from quire.text.streams import StreamFactory, TextStream, clean_up_spaces
 from quire.utils.logs import logger
 from quire.utils.values import number, token_ids
 
