@@ -10,7 +10,7 @@ import re
 import secrets
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
-from functools import cache, lru_cache
+from functools import lru_cache
 from typing import Any
 
 import jinja2
@@ -20,6 +20,7 @@ from quire.text.conversation import to_plain
 from quire.text.sandbox import Sandbox
 
 MAX_TEMPLATE_CHARS = 1 << 20
+_SANDBOX = Sandbox()
 _CONTINUE, _VARIABLES = "continue_final_message", "chat_template_kwargs"
 _FORMATS = ("auto", "string", "openai")  # of content, as templates have it
 _REASONING_FIELDS = ("reasoning_content", "thinking", "reasoning")
@@ -94,18 +95,13 @@ class ChatTemplate:
         return _cut_at_mark(_run_any_way(template, variables), mark, final)
 
 
-@cache
-def _sandbox() -> Sandbox:
-    return Sandbox()
-
-
 @lru_cache(maxsize=8)
 def _compile(text: str) -> jinja2.Template:
     if len(text) > MAX_TEMPLATE_CHARS:
         message = f"the chat template has {len(text)} characters; the limit is {MAX_TEMPLATE_CHARS}."
         raise InvalidRequestError(message, "chat_template")
     try:
-        return _sandbox().from_string(text)
+        return _SANDBOX.from_string(text)
     except jinja2.TemplateSyntaxError as error:
         reason = f"{error.message} (line {error.lineno})"
     except (RecursionError, ValueError, SyntaxError, MemoryError) as error:
