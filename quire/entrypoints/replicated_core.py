@@ -10,6 +10,7 @@ import threading
 import time
 import weakref
 from collections import deque
+from collections.abc import Callable
 from concurrent.futures import Future
 from typing import Any
 
@@ -22,6 +23,8 @@ from quire.protocol.core import Abort, Add, Call, CallName, Command, Dead, Event
 from quire.protocol.requests import NewRequest
 from quire.protocol.stats import EngineStats
 from quire.protocol.step import Failure, FailureKind, SequenceOutput
+
+_Started = Future[tuple[asyncio.AbstractEventLoop, asyncio.Event]]  # has the loop, and what ends it
 
 
 class ReplicatedCore:
@@ -43,16 +46,21 @@ class ReplicatedCore:
         self._replies: dict[int, Reply] = {}
         self._dead: str | None = None
         self._sleeps = False
-        self._events: deque[Event] = deque()
-        self._come = threading.Event()  # there are events
+        self._events = events = deque[Event]()
+        self._come = come = threading.Event()  # there are events
+
+        def tell(event: Event) -> None:  # holds nothing of the core, which may be dropped
+            events.append(event)
+            come.set()
+
         self._client = client = ReplicasClient(args, config, AsyncOptions())
         try:
             self.max_model_len = client.wait_ready().max_model_len
         except BaseException:
             client.close()
             raise
-        started: Future[tuple[asyncio.AbstractEventLoop, asyncio.Event]] = Future()
-        serving = _serve(client, self._events, self._come, started)
+        started: _Started = Future()
+        serving = _serve(client, tell, started)
         thread = threading.Thread(target=asyncio.run, args=(serving,), name="quire-engines", daemon=True)
         thread.start()
         self._loop, ending = started.result()
@@ -153,18 +161,8 @@ class ReplicatedCore:
                 del self._left[request_id]
 
 
-async def _serve(
-    client: ReplicasClient,
-    events: deque[Event],
-    come: threading.Event,
-    started: "Future[tuple[asyncio.AbstractEventLoop, asyncio.Event]]",
-) -> None:
-    """In a thread: hand events over until the end. Holds nothing of the core, which may be dropped."""
-
-    def tell(event: Event) -> None:
-        events.append(event)
-        come.set()
-
+async def _serve(client: ReplicasClient, tell: Callable[[Event], None], started: _Started) -> None:
+    """In a thread: hand events over until the end."""
     ending = asyncio.Event()
     client.attach(tell)
     started.set_result((asyncio.get_running_loop(), ending))
