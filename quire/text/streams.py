@@ -322,8 +322,7 @@ class StreamFactory:
         text: list[str] = []
         for drop, new in (*map(stream.push, token_ids), stream.finish()):
             while drop:  # shown characters are whole trailing parts
-                drop -= len(text[-1])
-                text.pop()
+                drop -= len(text.pop())
             text.append(new) if new else None
         return "".join(text)
 

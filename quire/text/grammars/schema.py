@@ -27,8 +27,7 @@ _UNSUPPORTED = frozenset(
     + ("formatExclusiveMinimum", "formatExclusiveMaximum", "patternRequired", "allRequired", "anyRequired")
     + ("oneRequired", "uniqueItemProperties", "regexp", "range", "exclusiveRange")
 )
-_OF_PROPERTIES = ("properties", "patternProperties")  # schemas by name
-_OF_NAMES = (*_OF_PROPERTIES, "$defs", "definitions")
+_OF_NAMES = ("properties", "patternProperties", "$defs", "definitions")  # schemas by name
 _OF_LISTS = ("anyOf", "oneOf", "allOf", "prefixItems")
 _OF_ONE = ("items", "additionalProperties", "additionalItems")
 _SOME = 3  # unsupported keywords that are named at most
