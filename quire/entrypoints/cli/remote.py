@@ -119,8 +119,11 @@ class Server:
     @contextmanager
     def _answer(self, method: str, path: str, body: bytes | None = None) -> Iterator[HTTPResponse]:
         """The server's answer, good as far as its status goes."""
+        kind = HTTPSConnection if self.address.encrypted else HTTPConnection
         try:
-            connection = self._connect()
+            connection = kind(self.address.host, self.address.port, timeout=CONNECT_SECONDS)
+            connection.connect()
+            connection.sock.settimeout(None)  # an answer takes as long as it takes
         except OSError:
             remedy = "`quire serve` starts one, `quire chat demo` and `quire generate demo` need none"
             raise RemoteError(f"no server answers at {self._url}: {remedy}.") from None
@@ -137,10 +140,3 @@ class Server:
             raise RemoteError("the server closed the connection before the answer was complete.") from None
         finally:
             connection.close()
-
-    def _connect(self) -> HTTPConnection:
-        kind = HTTPSConnection if self.address.encrypted else HTTPConnection
-        connection = kind(self.address.host, self.address.port, timeout=CONNECT_SECONDS)
-        connection.connect()
-        connection.sock.settimeout(None)  # an answer takes as long as it takes
-        return connection
