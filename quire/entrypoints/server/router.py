@@ -7,7 +7,7 @@ engine would: the blocks used last, as many as it has. How a block is named is t
 
 import math
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Container, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -47,7 +47,6 @@ class Router:
         self._options = options
         self._sizes = [min(count, _MOST_REMEMBERED) for count in num_blocks]
         self._held: list[OrderedDict[bytes, None]] = [OrderedDict() for _ in num_blocks]  # the last used at the end
-        self._holders: dict[bytes, int] = {}  # block -> a bit for each replica that holds it
         self._turn = 0
 
     @property
@@ -72,7 +71,7 @@ class Router:
             bound = self._bound(candidates)
             candidates = [replica for replica in candidates if loads[replica] < bound]
             if self.uses_names:
-                num_found = self._find(names)
+                num_found = [_num_held(names, held) for held in self._held]
         size, turn = len(loads), self._turn
         chosen = min(candidates, key=lambda replica: (-num_found[replica], loads[replica], (replica - turn) % size))
         self._turn = chosen + 1
@@ -87,8 +86,6 @@ class Router:
 
     def forget(self, replica: int) -> None:
         """A replica's KV cache is empty."""
-        for name in self._held[replica]:
-            self._release(replica, name)
         self._held[replica].clear()
 
     def _bound(self, candidates: list[int]) -> int:
@@ -97,35 +94,15 @@ class Router:
         most = min(total, self._options.load_bound * total / len(candidates))
         return max(self._options.load_slack, math.ceil(most))
 
-    def _find(self, names: Sequence[bytes]) -> list[int]:
-        """How many of a prompt's first blocks each replica holds."""
-        num_found = [0] * len(self.loads)
-        alive = (1 << len(self.loads)) - 1
-        for index, name in enumerate((*names, b"")):
-            still = alive & self._holders.get(name, 0)
-            gone = alive ^ still
-            while gone:
-                replica = gone.bit_length() - 1
-                num_found[replica] = index
-                gone ^= 1 << replica
-            if not still:
-                break
-            alive = still
-        return num_found
-
     def _remember(self, replica: int, names: Sequence[bytes]) -> None:
-        held, bit, size = self._held[replica], 1 << replica, self._sizes[replica]
+        held, size = self._held[replica], self._sizes[replica]
         for name in reversed(names[:size]):  # the beginning last: a block is of no use without those before it
-            if name in held:
-                held.move_to_end(name)
-            else:
-                held[name] = None
-                self._holders[name] = self._holders.get(name, 0) | bit
+            held[name] = None
+            held.move_to_end(name)
         while len(held) > size:
-            self._release(replica, held.popitem(last=False)[0])
+            held.popitem(last=False)
 
-    def _release(self, replica: int, name: bytes) -> None:
-        if holders := self._holders[name] & ~(1 << replica):
-            self._holders[name] = holders
-        else:
-            del self._holders[name]
+
+def _num_held(names: Sequence[bytes], held: Container[bytes]) -> int:
+    """How many of a prompt's first blocks are held: to look them up takes a fraction of what their names took."""
+    return next((index for index, name in enumerate(names) if name not in held), len(names))
