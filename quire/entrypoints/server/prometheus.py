@@ -6,7 +6,7 @@ HTTP alone, which no other part of the server counts.
 
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -44,29 +44,19 @@ def render(sources: "Sequence[Figures]", http: "HttpCounts", now: float) -> tupl
     Each engine's figures have its number as their label "engine", the server's own an empty one, which is none, where
     there are several. Those of several models have each its name.
     """
+    families = _Families()
     for source in sources:
         source.metrics.advance(now)
+        source.add_to(families)
+    http.add_to(families)
     registry = CollectorRegistry(auto_describe=False)
-    registry.register(sources[0] if len(sources) == 1 else _All(sources))
-    registry.register(http)
+    registry.register(families)
     ProcessCollector(registry=registry)
     return generate_latest(registry), _CONTENT_TYPE
 
 
-@dataclass(eq=False)
-class _All(Collector):
-    sources: "Sequence[Figures]"
-
-    def collect(self) -> Iterator[Metric]:
-        families: dict[str, Metric] = {}
-        for family in (family for source in self.sources for family in source.collect()):
-            if (first := families.setdefault(family.name, family)) is not family:
-                first.samples += family.samples
-        yield from families.values()
-
-
-@dataclass(eq=False)
-class Figures(Collector):
+@dataclass
+class Figures:
     """What there is to tell of a model."""
 
     metrics: ServingMetrics
@@ -75,14 +65,14 @@ class Figures(Collector):
     config: EngineConfig | None = None  # while it is loaded
     num_blocks: int = 0  # KV blocks of all engines, which have as many each
 
-    def collect(self) -> Iterator[Metric]:
+    def add_to(self, families: "_Families") -> None:
+        """Add it to what others tell."""
         engines = [(str(rank), stats) for rank, stats in enumerate(self.stats)]
         server = "0" if len(engines) == 1 else ""
         stall = "Longest time that the event loop was held up.", self.metrics.event_loop_max_stall
         gauges = [(server, iter([("quire:event_loop_max_stall_seconds", *stall)]))]
         gauges += [(engine, self._gauges(stats)) for engine, stats in engines]
         counters = [(server, self._server_counters()), *((engine, self._counters(stats)) for engine, stats in engines)]
-        families = _Families()
         for kind, sources in ((core.GaugeMetricFamily, gauges), (core.CounterMetricFamily, counters)):
             for engine, figures in sources:
                 for name, help, value in figures:
@@ -94,7 +84,6 @@ class Figures(Collector):
         histograms += [(engine, histogram) for engine, stats in engines for histogram in _residency(stats)]
         for engine, histogram in histograms:
             families.add_histogram(histogram, self._labels(engine))
-        yield from families.values()
 
     def _labels(self, engine: str) -> dict[str, str]:
         return {"model_name": self.model_name, "engine": engine}
@@ -136,7 +125,7 @@ class Figures(Collector):
             yield "vllm:spec_decode_num_accepted_tokens_per_pos", help, _by("position", by_place)
 
 
-class HttpCounts(Collector):
+class HttpCounts:
     """HTTP requests by route, whichever model they are for: how many, how large, how long they took."""
 
     def __init__(self) -> None:
@@ -153,21 +142,26 @@ class HttpCounts(Collector):
                 self._observed[key] = Histogram(name, help, bounds)
             self._observed[key].observe(value)
 
-    def collect(self) -> Iterator[Metric]:
-        families = _Families()
+    def add_to(self, families: "_Families") -> None:
+        """Add them to what the models tell."""
         for (method, status, handler), number in self._requests.items():
             labels = {"method": method, "status": status, "handler": handler}
             families.add(core.CounterMetricFamily, "http_requests", "HTTP requests.", labels, number)
         for (name, *values), histogram in self._observed.items():
             families.add_histogram(histogram, dict(zip(_OF_HTTP[name][1], values, strict=True)))
-        yield from families.values()
 
 
-class _Families(dict[str, Any]):
+class _Families(Collector):
     """By name: figures and all their labels."""
 
+    def __init__(self) -> None:
+        self._by_name: dict[str, Any] = {}
+
+    def collect(self) -> Iterable[Metric]:
+        return self._by_name.values()
+
     def add(self, kind: Callable[..., Any], name: str, help: str, labels: Mapping[str, str], *figure: Any) -> None:
-        family = self.get(name) or self.setdefault(name, kind(name, help, labels=(*labels,)))
+        family = self._by_name.get(name) or self._by_name.setdefault(name, kind(name, help, labels=(*labels,)))
         family.add_metric((*labels.values(),), *figure)
 
     def add_histogram(self, seen: Histogram, labels: Mapping[str, str]) -> None:
