@@ -22,6 +22,14 @@ PromptLogprobs = list[dict[int, Logprob] | None]
 Head = tuple[str, int, str]  # id, creation and model of an answer: the first fields of its chunks, too
 
 
+class _Answer(Struct):
+    """What answers and chunks begin with: a `Head`."""
+
+    id: str
+    created: int  # seconds since 1970
+    model: str
+
+
 class PromptTokensDetails(Struct):
     cached_tokens: int  # taken from the prefix cache
 
@@ -60,12 +68,9 @@ class CompletionChoice(Struct):
     prompt_logprobs: PromptLogprobs | None | UnsetType = UNSET
 
 
-class CompletionResponse(Struct):
+class CompletionResponse(_Answer):
     """An answer, and a chunk of a stream too: OpenAI gives both one shape."""
 
-    id: str
-    created: int  # seconds since 1970
-    model: str
     choices: list[CompletionChoice]
     usage: Usage | None | UnsetType = UNSET
     system_fingerprint: str | UnsetType = UNSET
@@ -126,10 +131,7 @@ class ChatChoice(Struct):
     token_ids: list[int] | None = None
 
 
-class ChatResponse(Struct):
-    id: str
-    created: int
-    model: str
+class ChatResponse(_Answer):
     choices: list[ChatChoice]
     usage: Usage
     system_fingerprint: str = SYSTEM_FINGERPRINT
@@ -156,10 +158,7 @@ class ChatChunkChoice(Struct):
     token_ids: list[int] | UnsetType = UNSET
 
 
-class ChatChunk(Struct):
-    id: str
-    created: int
-    model: str
+class ChatChunk(_Answer):
     choices: list[ChatChunkChoice]
     usage: Usage | None | UnsetType = UNSET
     object: str = "chat.completion.chunk"
