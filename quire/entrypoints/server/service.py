@@ -178,8 +178,8 @@ class TurnService(Generic[_Body]):
             while batch := await found.next():
                 outputs.update(batch)
         if _size(outputs.values(), request.params) <= _MANY:
-            return [_whole(writer, outputs)]
-        return await asyncio.to_thread(_whole_in_parts, writer, outputs)
+            return _whole(writer, outputs)
+        return await asyncio.to_thread(_whole, writer, outputs)
 
     async def stream(self, body: _Body, request_id: str, client: str | None = None) -> AsyncGenerator[bytes, None]:
         """The answer as server-sent events, [DONE] included; what one engine step brings is one item. See `create`."""
@@ -260,13 +260,8 @@ def _events_in_parts(writer: Writer, batch: Batch) -> list[bytes]:
     return _joined(_events(writer, batch))
 
 
-def _whole(writer: Writer, outputs: dict[int, RequestOutput]) -> bytes:
-    choices = [writer.choice(d) for place in sorted(outputs) for d in writer.turn.take(place, outputs[place])]
-    return encode(writer.answer(choices, outputs[0]))
-
-
-def _whole_in_parts(writer: Writer, outputs: dict[int, RequestOutput]) -> list[bytes]:
-    """The same bytes, choice by choice: to encode all at once would hold up the event loop, thread or not."""
+def _whole(writer: Writer, outputs: dict[int, RequestOutput]) -> list[bytes]:
+    """The answer's JSON, choice by choice: to encode all at once would hold up the event loop, thread or not."""
     choices: list[bytes] = []
     for place in sorted(outputs):
         for delta in writer.turn.take(place, outputs[place]):
