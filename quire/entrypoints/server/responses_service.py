@@ -216,10 +216,7 @@ class ResponsesService:
             ResponseNotFoundError: as `get`.
             InvalidRequestError: it was not made as such a stream.
         """
-        if (job := self._jobs.get(response_id)) is not None and job.owner == (client or ""):
-            events = job.events
-        else:
-            events = (await self.get(response_id, client)).events
+        job, events = self._jobs.get(response_id), (await self.get(response_id, client)).events
         if not events and (job is None or not job.keeps_events):
             message = "only a response that was made with background: true and stream: true can be streamed again."
             raise InvalidRequestError(message, "stream")
