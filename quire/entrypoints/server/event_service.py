@@ -47,7 +47,7 @@ class EventWriter(Protocol):
 
     def fail(self, error: ErrorInfo) -> list[Event]:
         """The last events of a stream that failed."""
-        ...
+        return []
 
     def reasoning(self) -> str:
         """All that was thought so far, where the API tells how long that is."""

@@ -16,7 +16,6 @@ from quire.engine.terms import check_terms
 from quire.entrypoints.server.dialects.llama_cpp import tokens_of
 from quire.entrypoints.server.dialects.through_chat import validated
 from quire.entrypoints.server.embedding_request import EmbeddingRequest
-from quire.entrypoints.server.errors import ErrorInfo
 from quire.entrypoints.server.event_service import Event, EventWriter
 from quire.entrypoints.server.info_requests import is_chat
 from quire.entrypoints.server.llama_requests import LlamaEmbeddingRequest, prompts_of
@@ -79,9 +78,6 @@ class EmbeddingWriter(EventWriter):
 
     def take(self, delta: Delta) -> list[Event]:
         self._vectors[delta.place] = self._wanted.vector(delta.output)
-        return []
-
-    def fail(self, error: ErrorInfo) -> list[Event]:
         return []
 
     @property
