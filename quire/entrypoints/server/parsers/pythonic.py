@@ -24,8 +24,13 @@ def _calls(read: Reader) -> Script[None]:
         name, _ = yield from read.until("(", most=MAX_NAME)
         if name.strip() not in read.functions:
             raise WrongCallError
-        first = yield from _argument(read)
-        yield from _rest(read, ArgumentWriter(read, name.strip()), first)
+        argument = yield from _argument(read)
+        writer = ArgumentWriter(read, name.strip())
+        while argument is not None:
+            key, value, last = argument
+            writer.pair(key, value)
+            argument = (yield from _argument(read)) if last == "," else None
+        writer.close()
         if (yield from read.one_of(",", spaced=True)) is None:
             break
     yield from read.literal("]")
@@ -33,15 +38,6 @@ def _calls(read: Reader) -> Script[None]:
 
 
 _Argument = tuple[str, Any, str]  # its name, its value, and what ends it
-
-
-def _rest(read: Reader, writer: ArgumentWriter, argument: _Argument | None) -> Script[None]:
-    """Send an argument and those that follow."""
-    while argument is not None:
-        key, value, last = argument
-        writer.pair(key, value)
-        argument = (yield from _argument(read)) if last == "," else None
-    writer.close()
 
 
 def _argument(read: Reader) -> Script[_Argument | None]:
