@@ -5,6 +5,7 @@ need no template's help, but a grammar's: they read an answer that is nothing bu
 """
 
 import json
+import os
 import re
 from collections.abc import Callable
 from typing import Any
@@ -130,5 +131,4 @@ def _to_tags_end(text: str, at: int) -> str:
 
 def _common(first: str, second: str) -> int:
     """Characters with which both begin."""
-    most = min(len(first), len(second))
-    return next((at for at in range(most) if first[at] != second[at]), most)
+    return len(os.path.commonprefix((first, second)))
