@@ -142,7 +142,12 @@ class ArgumentWriter:
         """An argument whose value stands before a mark: text as it comes, or what its schema makes of it."""
         types = self._types.get(key, {"string"})
         if types == {"string"}:
-            yield from self._text_pieces(key, mark, hold)
+            self._key(key)
+            self._read.send('"')
+            try:
+                yield from self._read.pieces_until(lambda piece: self._read.send(to_json(piece)[1:-1]), mark, hold)
+            finally:
+                self._read.send('"')
         else:
             text, _ = yield from self._read.until(mark)
             self.pair(key, converted(text.strip(), types))
@@ -155,18 +160,6 @@ class ArgumentWriter:
     def _key(self, key: str) -> None:
         self._read.send(("{" if self._num == 0 else ", ") + to_json(key) + ": ")
         self._num += 1
-
-    def _text_pieces(self, key: str, mark: str, hold: str) -> Script[None]:
-        self._key(key)
-        self._read.send('"')
-        try:
-            for piece in self._read.pieces_until(mark, hold):
-                if piece is None:
-                    yield
-                else:
-                    self._read.send(to_json(piece)[1:-1])
-        finally:
-            self._read.send('"')
 
 
 def converted(text: str, types: set[str]) -> Any:

@@ -183,14 +183,14 @@ class Reader:
                 return text, found[0]
             yield
 
-    def pieces_until(self, mark: str, hold: str = "") -> Generator[str | None, None, None]:
-        """The text before a mark in pieces, as it comes, and None where more has to come; the mark is taken.
+    def pieces_until(self, sink: Callable[[str], Any], mark: str, hold: str = "") -> Script[None]:
+        """Give the text before a mark to `sink`, in pieces; the mark is taken.
 
         Args:
             hold: what is no part of the text right before the mark.
 
         Raises:
-            WrongCallError: the text ends before; what there is was handed out.
+            WrongCallError: the text ends before; what there is was given.
         """
         marks = (hold + mark, mark) if hold else (mark,)
         while True:
@@ -200,13 +200,13 @@ class Reader:
                 end = len(self._text)
             if piece := self._text[self._at : end]:
                 self._at = end
-                yield piece
+                sink(piece)
             if found:
                 self._at = found.end()
                 return
             if self._closed:
                 raise WrongCallError
-            yield None
+            yield
 
     def json(self, sink: Callable[[str], Any]) -> Script[None]:
         """Give a JSON value to `sink`, in pieces.
