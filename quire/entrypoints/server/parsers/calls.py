@@ -23,16 +23,14 @@ def json_calls(read: Reader, known: bool = False) -> Script[None]:
     Raises:
         WrongCallError: it is none.
     """
-    if (yield from read.one_of("[", spaced=True)) is None:
-        yield from _json_call(read, known)
-        return
-    yield from read.space()
+    is_list = (yield from read.one_of("[", spaced=True)) is not None
     while True:
-        yield from _json_call(read, known)
-        if (yield from read.one_of(",", spaced=True)) is None:
-            yield from read.literal("]")
-            return
         yield from read.space()
+        yield from _json_call(read, known)
+        if not is_list or (yield from read.one_of(",", spaced=True)) is None:
+            break
+    if is_list:
+        yield from read.literal("]")
 
 
 def marked(
