@@ -64,7 +64,8 @@ def plan_parsing(
     """
     template = template_of(state, body.chat_template, offer and offer.functions)
     budget = None if body.thinking_token_budget == -1 else body.thinking_token_budget
-    thoughts = _thoughts(state, template)
+    thought_name = thought_format(state.args.reasoning_parser, template)
+    thoughts = None if thought_name is None else THOUGHT_FORMS[thought_name]
     if budget is not None and thoughts is None:
         remedy = "leave it out, or start the server with --reasoning-parser"
         raise InvalidRequestError(f"{_BUDGET} needs a model whose thoughts are told apart; {remedy}.", _BUDGET)
@@ -103,11 +104,6 @@ async def warm_up(state: ServerState) -> None:
     with suppress(QuireError):  # what prevents it, each chat is told
         await conversation_text(state, [{"role": "user", "content": "Hi"}], chat_template=None)
         await asyncio.to_thread(_known_form, state, template_of(state, None, [{}]))
-
-
-def _thoughts(state: ServerState, template: str) -> ThoughtForm | None:
-    name = thought_format(state.args.reasoning_parser, template)
-    return None if name is None else THOUGHT_FORMS[name]
 
 
 def _form(state: ServerState, template: str, offer: Offer) -> Form:
