@@ -88,7 +88,11 @@ class SqliteStore:
             raise ConfigError(f"response_store {path!r} can't be used as an SQLite file ({error}).") from None
 
     async def put(self, key: str, owner: str, data: bytes) -> None:
-        await asyncio.to_thread(self._put, key, owner, data)
+        statement, now = "INSERT OR REPLACE INTO responses VALUES (?, ?, ?, ?)", time.time()
+        await asyncio.to_thread(self._run, statement, key, owner, now, data)
+        if now >= self._next_purge:
+            self._next_purge = now + _PURGE_SECONDS
+            await asyncio.to_thread(self._run, "DELETE FROM responses WHERE created <= ?", now - self._seconds)
 
     async def get(self, key: str, owner: str) -> bytes | None:
         oldest = time.time() - self._seconds
@@ -98,13 +102,6 @@ class SqliteStore:
 
     async def delete(self, key: str, owner: str) -> None:
         await asyncio.to_thread(self._run, "DELETE FROM responses WHERE id = ? AND owner = ?", key, owner)
-
-    def _put(self, key: str, owner: str, data: bytes) -> None:
-        now = time.time()
-        self._run("INSERT OR REPLACE INTO responses VALUES (?, ?, ?, ?)", key, owner, now, data)
-        if now >= self._next_purge:
-            self._next_purge = now + _PURGE_SECONDS
-            self._run("DELETE FROM responses WHERE created <= ?", now - self._seconds)
 
     def _run(self, statement: str, *values: object) -> list[tuple]:
         try:
