@@ -77,8 +77,6 @@ class ResponsesService:
 
     def of(self, state: ServerState) -> "ResponsesService":
         """The same responses, where those that are made are of this state's model."""
-        if state is self._state:
-            return self
         other = copy(self)
         other._state = state
         return other
