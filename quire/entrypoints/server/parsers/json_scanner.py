@@ -90,10 +90,7 @@ class JsonScanner:
 
     def _string(self) -> Generator[None, None, None]:
         while True:
-            self._skip(_PLAIN)
-            if self.taken == len(self._text):
-                yield
-                continue
+            yield from self._skip(_PLAIN)
             if (char := self._text[self.taken]) < " ":
                 self._written += [self._text[self._copied : self.taken], json.dumps(char)[1:-1]]
                 self._copied = self.taken + 1
@@ -115,10 +112,7 @@ class JsonScanner:
 
     def _next(self, choices: str) -> Generator[None, None, str]:
         """One of these characters, perhaps after space."""
-        self._skip(_SPACE)
-        while self.taken == len(self._text):
-            yield
-            self._skip(_SPACE)
+        yield from self._skip(_SPACE)
         return (yield from self._one_of(choices))
 
     def _one_of(self, choices: str) -> Generator[None, None, str]:
@@ -132,9 +126,14 @@ class JsonScanner:
             yield
         return self._text[self.taken]
 
-    def _skip(self, pattern: re.Pattern[str]) -> None:
-        if (found := pattern.match(self._text, self.taken)) is not None:
-            self.taken = found.end()
+    def _skip(self, pattern: re.Pattern[str]) -> Generator[None, None, None]:
+        """Take what matches, to the first character that does not."""
+        while True:
+            if (found := pattern.match(self._text, self.taken)) is not None:
+                self.taken = found.end()
+            if self.taken < len(self._text):
+                return
+            yield
 
     def _fault(self) -> NoJsonError:
         return NoJsonError(f"{self._text[self.taken : self.taken + 20]!r} can't follow")
