@@ -29,7 +29,6 @@ Script = Generator[None, None, _T]
 MAX_NAME = 256  # characters of a tool's name
 _SURE = 4  # characters of a mark that nothing but a call begins with
 _BROKEN = "\ufffd"  # stands for a character of which only some bytes came
-_SPACE = re.compile(r"\s*")
 
 
 class WrongCallError(Exception):
@@ -130,12 +129,8 @@ class Reader:
 
     def space(self) -> Script[None]:
         """Skip white space."""
-        while True:
-            found = _SPACE.match(self._text, self._at)
-            self._at = found.end() if found else self._at
-            if self._at < len(self._text) or self._closed:
-                return
-            yield
+        while (yield from self.peek(1)).isspace():
+            self._at += 1
 
     def one_of(self, *choices: str, spaced: bool = False) -> Script[str | None]:
         """Take the one that comes next, the longest that fits; None (and it is not taken) where none does.
