@@ -58,9 +58,8 @@ async def get_response(
     """A stored response; one that was made with background and stream also as its events."""
     client = client_of(request.scope)
     if stream:
-        return EventStream(
-            service.follow(response_id, client, max(0, -1 if starting_after is None else starting_after + 1))
-        )
+        start = 0 if starting_after is None else max(0, starting_after + 1)
+        return EventStream(service.follow(response_id, client, start))
     if starting_after is not None:
         raise InvalidRequestError("starting_after needs stream=true.", "starting_after")
     return JsonParts([encode((await service.get(response_id, client)).response)])
