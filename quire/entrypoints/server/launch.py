@@ -94,7 +94,9 @@ def serve(args: ServerArgs, engine_args: EngineArgs, catalog: Catalog | None = N
             for number in (signal.SIGTERM, signal.SIGINT):
                 signal.signal(number, signal.SIG_IGN)
             state.shutdown()
-        _exit_in(_EXIT_SECONDS, code=0 if death is None else 1)
+        leaving = threading.Timer(_EXIT_SECONDS, os._exit, (0 if death is None else 1,))
+        leaving.daemon = True
+        leaving.start()
     if death is not None:
         raise death
     logger.info("stopped")
@@ -328,9 +330,3 @@ def _raise_file_limit() -> None:
     if now != resource.RLIM_INFINITY and now < wanted:
         with contextlib.suppress(ValueError, OSError):
             resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, most))
-
-
-def _exit_in(seconds: float, code: int) -> None:
-    timer = threading.Timer(seconds, os._exit, (code,))
-    timer.daemon = True
-    timer.start()
