@@ -52,14 +52,16 @@ class Frame:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
-        inner = _as_get(scope)
+        path, asked = route_path(scope), scope["path"]  # quoted for the log, or a client could write lines of its own
+        # A HEAD request is run as the GET that it asks about, but for streams without an end.
+        is_head = scope["method"] == "HEAD" and path not in _ENDLESS_PATHS
+        inner = {**scope, "method": "GET"} if is_head else scope
         if self._state.args.middleware:
             scope.pop(OUTLET, None)  # others want to see all that is sent
         args, status, num_sent, start = self._state.args, 0, 0, time.perf_counter()
         headers = [(b"x-request-id", identify(scope))] if args.enable_request_id_headers else []
         if is_anthropic(scope):
             headers.append((b"request-id", identify(scope)))
-        path, asked = route_path(scope), scope["path"]  # quoted for the log, or a client could write lines of its own
         counted = path not in _NO_LOAD
 
         async def note_status(message: Message) -> None:
@@ -67,7 +69,7 @@ class Frame:
             if message["type"] == "http.response.start":
                 status, num_sent = message["status"], _content_length(message.get("headers", ()))
                 message["headers"] = [*message.get("headers", ()), *headers]
-            elif inner is not scope:
+            elif is_head:
                 message = {**message, "body": b""}
             await send(message)
 
@@ -91,13 +93,6 @@ class Frame:
             if args.logs_requests and path not in (args.disable_access_log_for_endpoints or "").split(","):
                 client, shown = (scope.get("client") or ("-",))[0], quote(asked)
                 logger.debug("%s %s from %s: %d in %.3f s", scope["method"], shown, client, status, seconds)
-
-
-def _as_get(scope: Scope) -> Scope:
-    """A HEAD request as the GET that it asks about, but for streams without an end; any other as it is."""
-    if scope["method"] != "HEAD" or route_path(scope) in _ENDLESS_PATHS:
-        return scope
-    return {**scope, "method": "GET"}
 
 
 def identify(scope: Scope) -> bytes:
