@@ -5,6 +5,7 @@ of a tokenizer.json.
 """
 
 import json
+import math
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -53,6 +54,9 @@ def convert(
         _add_tensor(writer, f"{theirs}.{suffix}", _as_converted(name, values, config, arch), own, dequantized)
     if (config.get("rope_parameters") or {}).get("rope_type") == "llama3":
         writer.add_tensor("rope_freqs.weight", _llama3_factors(config))
+    for kind_of_text in ("long", "short"):
+        if factors := (config.get("rope_parameters") or {}).get(f"{kind_of_text}_factor"):
+            writer.add_tensor(f"rope_factors_{kind_of_text}.weight", np.array(factors, np.float32))
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
@@ -133,8 +137,13 @@ def _add_config(writer: GGUFWriter, config: dict[str, Any], arch: str) -> None:
     if rope.get("rope_type") in ("linear", "yarn"):
         writer.add_rope_scaling_type(gguf.RopeScalingType(rope["rope_type"]))
         writer.add_rope_scaling_factor(rope["factor"])
-        if original := rope.get("original_max_position_embeddings"):
-            writer.add_rope_scaling_orig_ctx_len(original)
+    if rope.get("rope_type") == "longrope":
+        stretch, original = config["max_position_embeddings"], rope["original_max_position_embeddings"]
+        writer.add_rope_scaling_attn_factors(math.sqrt(1 + math.log(stretch / original) / math.log(original)))
+    if original := rope.get("original_max_position_embeddings"):
+        writer.add_rope_scaling_orig_ctx_len(original)
+    if portion := rope.get("partial_rotary_factor"):
+        writer.add_rope_dimension_count(int(size // heads * portion))
 
 
 def _llama3_factors(config: dict[str, Any]) -> np.ndarray:

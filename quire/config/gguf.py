@@ -400,10 +400,15 @@ def _add_rope(config: dict[str, Any], file: GGUFFile, arch: str) -> None:
         if type(head_dim) is int and table.shape != (size := (rotated or head_dim) // 2,):
             raise ModelLoadError(f"{table.file.name}: {table.name!r} has the shape {table.shape}, not ({size},).")
         config["rope_scaling"] = {"rope_type": "default", "factors": _floats(table)}
+    elif long := file.tensors.get("rope_factors_long.weight"):
+        short = file.tensors.get("rope_factors_short.weight", long)
+        factors = {"long_factor": _floats(long), "short_factor": _floats(short)}
+        amplitude = get("scaling.attn_factor")
+        config["rope_scaling"] = {"rope_type": "longrope", **factors, "attention_factor": amplitude}
     elif (kind := get("scaling.type", "none")) != "none" and (factor := get("scaling.factor")):
         config["rope_scaling"] = {"rope_type": kind, "factor": factor}
-        if original := get("scaling.original_context_length"):
-            config["rope_scaling"]["original_max_position_embeddings"] = original
+    if "rope_scaling" in config and (original := get("scaling.original_context_length")):
+        config["rope_scaling"]["original_max_position_embeddings"] = original
 
 
 def _floats(tensor: GGUFTensor) -> list[float]:

@@ -4,6 +4,7 @@ All angles are computed once, when the model is built, and looked up by position
 position alone. One table serves every layer of a model that rotates alike.
 """
 
+import logging
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -13,6 +14,8 @@ import torch
 from torch import Tensor
 
 from quire.errors import ModelLoadError
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -133,10 +136,31 @@ def _llama3(rope: RopeParameters) -> tuple[Tensor, float]:
     return frequencies * kept + frequencies / rope.number("factor") * (1.0 - kept), 1.0
 
 
+def _longrope(rope: RopeParameters) -> tuple[Tensor, float]:
+    """LongRoPE (arXiv:2402.13753): each plane is divided by a factor of its own, for long texts by another.
+
+    transformers changes to those as a sequence outgrows the trained length, when keys are cached already: here
+    max_model_len decides for all sequences, as in vLLM.
+    """
+    original = rope.original_max_position
+    key = "long_factor" if rope.max_model_len > original else "short_factor"
+    divisors = torch.tensor(rope.values.get(key))
+    if divisors.shape != (rope.size // 2,):
+        raise ModelLoadError(f"config.json has {key} = {rope.values[key]!r}; it must be {rope.size // 2} numbers.")
+    if key == "long_factor":
+        logger.info("LongRoPE: factors for long texts; max_model_len = %d or less has those for short ones", original)
+    stretch = rope.number("factor", rope.max_position / original)
+    amplitude = math.sqrt(1.0 + math.log(stretch) / math.log(original)) if stretch > 1.0 else 1.0
+    frequencies = _inverse_frequencies(rope.size, rope.number("rope_theta"))
+    return frequencies / divisors, rope.number("attention_factor", amplitude)
+
+
 ROPE_TYPES: dict[str, Callable[[RopeParameters], tuple[Tensor, float]]] = {
     "default": _default,
     "linear": _linear,
     "dynamic": _dynamic,
     "yarn": _yarn,
     "llama3": _llama3,
+    "longrope": _longrope,
+    "su": _longrope,  # its first name
 }

@@ -20,7 +20,7 @@ from quire.models.weights import CheckpointFormat, TensorSpec
 from quire.quantization.base import CheckpointSlot
 
 _BLOCK = re.compile(r"blk\.(\d+)\.(\w+?)(?:\.(\d+))?\.(weight|bias)")
-_IGNORED = ("rope_freqs.weight",)  # the configuration has it
+_IGNORED = ("rope_freqs.weight", "rope_factors_long.weight", "rope_factors_short.weight")  # the configuration has it
 _WHOLE = {
     "token_embd": "model.embed_tokens",
     "position_embd": "model.embed_positions",

@@ -27,7 +27,8 @@ gguf_files: Any = importlib.import_module("gguf_files")
 
 NAMES = (
     "llama", "llama-tied-mha", "llama-linear", "llama-yarn", "llama-llama3", "mistral", "mistral-full",
-    "phi3", "qwen2", "qwen3", "mixtral", "mixtral-window", "qwen2-moe", "qwen3-moe", "gemma", "gpt2",
+    "phi3", "phi3-longrope", "phi3-longrope-short", "qwen2", "qwen3", "mixtral", "mixtral-window", "qwen2-moe",
+    "qwen3-moe", "gemma", "gpt2",
 )  # fmt: skip
 
 

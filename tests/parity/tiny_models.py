@@ -5,6 +5,7 @@ Used by the parity tests only. `CASES` names the configurations; each is built o
 
 import random
 from collections.abc import Iterable
+from copy import deepcopy
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -73,6 +74,15 @@ LLAMA3 = {
     "high_freq_factor": 4.0,
     "original_max_position_embeddings": 64,
 }
+LONGROPE = {
+    "num_attention_heads": 2,
+    "partial_rotary_factor": 0.75,
+    "rope_scaling": {
+        "type": "longrope",
+        "short_factor": [1.0, 1.2, 1.3, 1.5, 2.0, 2.5],
+        "long_factor": [1.5, 2.0, 4.0, 7.0, 11.0, 15.0],
+    },
+}
 
 # name -> (config class, model class, arguments of the config); the first of a family has its bare name.
 CASES: dict[str, tuple[str, str, dict[str, Any]]] = {
@@ -112,6 +122,16 @@ CASES: dict[str, tuple[str, str, dict[str, Any]]] = {
         "Phi3Config",
         "Phi3ForCausalLM",
         LLAMA | {"sliding_window": 24, "num_key_value_heads": 4, "tie_word_embeddings": True},
+    ),
+    "phi3-longrope": (
+        "Phi3Config",
+        "Phi3ForCausalLM",
+        LLAMA | LONGROPE | {"original_max_position_embeddings": 64},
+    ),
+    "phi3-longrope-short": (
+        "Phi3Config",
+        "Phi3ForCausalLM",
+        LLAMA | LONGROPE | {"max_position_embeddings": 1024, "original_max_position_embeddings": 256},
     ),
     "qwen2": ("Qwen2Config", "Qwen2ForCausalLM", LLAMA),
     "qwen2-window": (
@@ -219,7 +239,7 @@ def build_theirs(name: str) -> Any:
 
     config_class, model_class, arguments = CASES[name]
     torch.manual_seed(sum(map(ord, name)))
-    config = getattr(transformers, config_class)(**arguments)
+    config = getattr(transformers, config_class)(**deepcopy(arguments))  # which writes into what it is given
     model = getattr(transformers, model_class)(config).eval().requires_grad_(False)
     for parameter_name, parameter in model.named_parameters():
         if parameter.dim() == 1:

@@ -153,7 +153,12 @@ def test_unknown_activations_are_refused() -> None:
 
 
 def test_rope_refuses_what_it_does_not_know() -> None:
-    with pytest.raises(ModelLoadError, match="'longrope' is not supported; supported are default, linear"):
+    with pytest.raises(ModelLoadError, match="'proportional' is not supported; supported are default, linear"):
+        rope_table(RopeParameters(4, {"rope_type": "proportional", "rope_theta": 1e4}, 16, 16))
+    for values in ({"short_factor": [1.0]}, {"short_factor": 2.0, "long_factor": [1.0, 2.0]}):
+        with pytest.raises(ModelLoadError, match=r"has short_factor = .*; it must be 2 numbers"):
+            rope_table(RopeParameters(4, {"rope_type": "longrope", "rope_theta": 1e4} | values, 16, 16))
+    with pytest.raises(ModelLoadError, match="give no angles"):
         rope_table(RopeParameters(4, {"rope_type": "longrope", "rope_theta": 1e4}, 16, 16))
     with pytest.raises(ModelLoadError, match="'linear' lack 'factor'"):
         rope_table(RopeParameters(4, {"rope_type": "linear", "rope_theta": 1e4, "factor": None}, 16, 16))
