@@ -21,7 +21,8 @@ from safetensors.torch import load_file
 ARCHITECTURES = {
     "llama": "llama", "mistral": "llama", "mixtral": "llama", "qwen2": "qwen2", "qwen3": "qwen3",
     "qwen2_moe": "qwen2moe", "qwen3_moe": "qwen3moe", "gemma": "gemma", "gemma2": "gemma2", "gemma3_text": "gemma3",
-    "gpt2": "gpt2", "phi3": "phi3",
+    "gpt2": "gpt2", "phi3": "phi3", "granite": "granite", "smollm3": "smollm3", "seed_oss": "seed_oss",
+    "qwen2_5_vl": "qwen2vl", "qwen3_vl": "qwen3vl",
 }  # fmt: skip
 
 
@@ -40,6 +41,7 @@ def convert(
     in each file. `change`: adds to the metadata.
     """
     config = json.loads((directory / "config.json").read_text())
+    config |= {key: value for key, value in config.get("text_config", {}).items() if key != "model_type"}
     arch = ARCHITECTURES[config["model_type"]]
     writer = GGUFWriter(path, arch, split_max_tensors=split)
     _add_config(writer, config, arch)
@@ -47,6 +49,9 @@ def convert(
     names = gguf.get_tensor_name_map(_model_arch(arch), config.get("num_hidden_layers") or config["n_layer"])
     tensors = {name: tensor.float().numpy() for name, tensor in load_file(directory / "model.safetensors").items()}
     for name, values in _joined_experts(tensors).items():
+        name = name.replace("language_model.", "")
+        if "visual." in name:  # in a file of its own
+            continue
         stem, _, suffix = name.rpartition(".")
         theirs = names.get_name(stem)
         assert theirs is not None, f"no GGUF name for {name}"
@@ -92,7 +97,7 @@ def _joined_experts(tensors: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
 
 def _as_converted(name: str, values: np.ndarray, config: dict[str, Any], arch: str) -> np.ndarray:
     heads = {"q_proj": config.get("num_attention_heads"), "k_proj": config.get("num_key_value_heads")}
-    if arch == "llama" and (count := heads.get(name.split(".")[-2])):
+    if arch in ("llama", "granite", "smollm3") and (count := heads.get(name.split(".")[-2])):
         values = values.reshape(count, 2, -1, *values.shape[1:]).swapaxes(1, 2).reshape(values.shape)
     if arch.startswith("gemma") and name.endswith("norm.weight"):
         values = values + 1
@@ -122,6 +127,10 @@ def _add_config(writer: GGUFWriter, config: dict[str, Any], arch: str) -> None:
         (writer.add_layer_norm_rms_eps, get("rms_norm_eps")),
         (writer.add_layer_norm_eps, get("layer_norm_epsilon")),
         (writer.add_rope_freq_base, rope.get("rope_theta")),
+        (writer.add_embedding_scale, get("embedding_multiplier")),
+        (writer.add_attention_scale, get("attention_multiplier")),
+        (writer.add_residual_scale, get("residual_multiplier")),
+        (writer.add_logit_scale, get("logits_scaling")),
         (writer.add_expert_count, get("num_experts", "num_local_experts")),
         (writer.add_expert_used_count, get("num_experts_per_tok")),
         (writer.add_expert_feed_forward_length, get("moe_intermediate_size")),

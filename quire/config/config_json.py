@@ -11,7 +11,7 @@ import re
 from pathlib import Path
 from typing import Any
 
-from quire.config.families import BY_ARCHITECTURE, BY_MODEL_TYPE, family_of
+from quire.config.families import BY_ARCHITECTURE, BY_MODEL_TYPE, WITH_TEXT, family_of
 from quire.config.gguf import gguf_config
 from quire.config.quantized import read_quantization
 from quire.errors import ConfigError, InvalidRequestError, ModelLoadError, NotYetSupportedError
@@ -49,6 +49,8 @@ def read_config(path: Path, model: str, overrides: dict[str, Any]) -> tuple[dict
     )
     config = _text_part(stated | overrides)
     _refuse_lost_theta(_text_part(stated), config)
+    if config.get("architectures") != (stated | overrides).get("architectures"):
+        logger.info("%s is run without what it sees and hears with: it takes text alone", model)
     if "auto_map" in config:
         logger.debug("auto_map in config.json of %s is ignored: code from a checkpoint is never run", model)
     if (quantization := read_quantization(config, path, model, read_json)) is not None:
@@ -185,6 +187,8 @@ class ConfigReader:
         # A scaling says nothing of the frequencies that it scales.
         rope = {k: v for k, v in parameters.items() if not scaling or k in _KEPT_ROPE_KEYS} | scaling
         rope.setdefault("rope_type", rope.pop("type", "default"))
+        if rope["rope_type"] == "mrope":  # text has the same position along each of its axes
+            rope["rope_type"] = "default"
         rope.setdefault("rope_theta", self.get("rope_theta", default=10000.0))
         for key in ("rope_theta", "factor", "original_max_position_embeddings", "partial_rotary_factor"):
             if (value := rope.get(key)) is not None and not (_is_number(value) and 0 < value < _TOO_LARGE**2):
@@ -239,12 +243,17 @@ class ConfigReader:
 
 
 def _text_part(config: dict[str, Any]) -> dict[str, Any]:
-    """The language model's part of a multi-modal config.json, under the architecture of the whole."""
-    text = config.get("text_config")
+    """The language model's part of a multi-modal config.json, under the architecture of the whole if it is not run."""
+    text, names = config.get("text_config"), config.get("architectures")
+    runs = isinstance(names, list) and not WITH_TEXT.isdisjoint(map(str, names[:1]))
     if not isinstance(text, dict):
-        return config
+        if not runs:
+            return config
+        text = {}  # it stands among what all have
     whole = {key: value for key, value in config.items() if key != "text_config"}
-    return whole | text | {key: whole[key] for key in ("architectures",) if whole.get(key)}
+    part = whole | text | {key: whole[key] for key in ("architectures", "tie_word_embeddings") if whole.get(key)}
+    family = family_of(part.get("model_type"))
+    return part | ({"architectures": [family.architecture]} if runs and family.architecture else {})
 
 
 def _refuse_lost_theta(stated: dict[str, Any], config: dict[str, Any]) -> None:

@@ -49,6 +49,7 @@ class Family:
         scaled_length: max_position_embeddings has a scaling of the positions in it already.
         windowed: whether a layer has the sliding window, where config.json names one and no `layer_types`.
         window_switch: the key that must be true for any layer to have it; "" for none.
+        text_of: model_types of what reads text in models that see or hear, where it is like this family.
         tokenizer_class: the class that reads the tokenizer's files; "" takes them as they are.
         tokenizer_overrides: it does so whatever tokenizer_config.json says.
     """
@@ -61,6 +62,7 @@ class Family:
     scaled_length: bool = False
     windowed: WindowRule = _every_layer
     window_switch: str = ""
+    text_of: tuple[str, ...] = ()
     tokenizer_class: str = ""
     tokenizer_overrides: bool = False
 
@@ -102,6 +104,7 @@ FAMILIES = (
         learned_positions=True,
         tokenizer_class="GPT2Tokenizer",
     ),
+    Family("GraniteForCausalLM", "granite", "quire.models.llama:build_granite"),
     Family("LlamaForCausalLM", "llama", "quire.models.llama:build"),
     Family(
         "MistralForCausalLM",
@@ -136,6 +139,7 @@ FAMILIES = (
         "qwen2",
         "quire.models.llama:build_qwen2",
         {"sliding_window": 4096},
+        text_of=("qwen2_vl", "qwen2_vl_text", "qwen2_5_vl", "qwen2_5_vl_text"),
         tokenizer_class="Qwen2Tokenizer",
         tokenizer_overrides=True,
         **_QWEN,
@@ -154,6 +158,7 @@ FAMILIES = (
         "qwen3",
         "quire.models.llama:build_qwen3",
         {"head_dim": 128, "sliding_window": 4096},
+        text_of=("qwen3_vl_text",),
         tokenizer_class="Qwen2Tokenizer",
         **_QWEN,
     ),
@@ -165,16 +170,38 @@ FAMILIES = (
         window_switch="use_sliding_window",
         tokenizer_class="Qwen2Tokenizer",
     ),
+    Family(
+        "SeedOssForCausalLM",
+        "seed_oss",
+        "quire.models.llama:build_seed_oss",
+        {"head_dim": 128, "num_key_value_heads": 8, "max_position_embeddings": 524_288},
+    ),
+    Family(
+        "SmolLM3ForCausalLM",
+        "smollm3",
+        "quire.models.llama:build_smollm3",
+        {"tie_word_embeddings": True, "num_key_value_heads": 4, "rope_theta": 2e6, "max_position_embeddings": 32_768},
+        window_switch="use_sliding_window",
+    ),
 )
+# Models that see or hear, of which the language model is run alone, where it is of one of these families.
+WITH_TEXT = frozenset(
+    f"{name}ForConditionalGeneration"
+    for name in (
+        "Gemma3", "InternVL", "Llava", "LlavaNext", "LlavaOnevision", "Mistral3", "Qwen2Audio", "Qwen2VL", "Qwen2_5_VL",
+        "Qwen3VL", "Voxtral",
+    )
+)  # fmt: skip
 BY_ARCHITECTURE = {family.architecture: family for family in FAMILIES}
 BY_MODEL_TYPE = {family.model_type: family for family in sorted(FAMILIES, key=lambda f: f.model_type)}
+_BY_ANY_TYPE = BY_MODEL_TYPE | {name: family for family in FAMILIES for name in family.text_of}
 _UNKNOWN = Family("", "", "")
 
 
 def built_family(architecture: str, model: str) -> Family:
     """The family that implements a model's architecture; ModelLoadError where none does."""
     if architecture not in BY_ARCHITECTURE:
-        known = ", ".join(sorted(BY_ARCHITECTURE))
+        known = ", ".join([*sorted(BY_ARCHITECTURE), *sorted(f"the text of {name}" for name in WITH_TEXT)])
         raise ModelLoadError(
             f"architecture {architecture!r} of model {model!r} is not supported; supported are {known}."
         )
@@ -183,7 +210,7 @@ def built_family(architecture: str, model: str) -> Family:
 
 def family_of(model_type: Any) -> Family:
     """The family that a model_type stands for; of one that is not known, a family without peculiarities."""
-    return BY_MODEL_TYPE.get(str(model_type), _UNKNOWN)
+    return _BY_ANY_TYPE.get(str(model_type), _UNKNOWN)
 
 
 _HELD = {"medusa": "Medusa heads", "eagle3": "an EAGLE-3 head", "eagle": "an EAGLE head", "draft_model": "a model"}

@@ -284,6 +284,10 @@ _KEYS = {
     "rope.freq_base_swa": "rope_local_base_freq",
     "attn_logit_softcapping": "attn_logit_softcapping",
     "final_logit_softcapping": "final_logit_softcapping",
+    "embedding_scale": "embedding_multiplier",
+    "attention.scale": "attention_multiplier",
+    "residual_scale": "residual_multiplier",
+    "logit_scale": "logits_scaling",
     "expert_count": "num_experts",
     "expert_used_count": "num_experts_per_tok",
     "expert_feed_forward_length": "moe_intermediate_size",
@@ -294,12 +298,17 @@ _ARCHITECTURES: dict[str, tuple[str, dict[str, Any]]] = {
     "llama": ("LlamaForCausalLM", {}),
     "qwen2": ("Qwen2ForCausalLM", {}),
     "qwen2moe": ("Qwen2MoeForCausalLM", {"norm_topk_prob": False}),
+    "qwen2vl": ("Qwen2ForCausalLM", {}),
     "qwen3": ("Qwen3ForCausalLM", {}),
     "qwen3moe": ("Qwen3MoeForCausalLM", {"norm_topk_prob": True}),
+    "qwen3vl": ("Qwen3ForCausalLM", {}),
     "gemma": ("GemmaForCausalLM", {}),
     "gemma2": ("Gemma2ForCausalLM", {"attn_logit_softcapping": 50.0, "final_logit_softcapping": 30.0}),
     "gemma3": ("Gemma3ForCausalLM", {"rope_local_base_freq": 10_000.0, "rope_theta": 1e6}),
     "gpt2": ("GPT2LMHeadModel", {}),
+    "granite": ("GraniteForCausalLM", {}),
+    "smollm3": ("SmolLM3ForCausalLM", {}),
+    "seed_oss": ("SeedOssForCausalLM", {}),
     "phi3": ("Phi3ForCausalLM", {}),
 }
 _WHOLE_HEADS = {"gemma2": 46, "gemma3": 62}  # of 27B: layers of those whose scores are scaled by hidden size / heads
@@ -334,6 +343,7 @@ def gguf_config(path: Path, model: str) -> tuple[dict[str, Any], dict[str, Any]]
         "vocab_size": tensors["token_embd.weight"].shape[0],
         "tie_word_embeddings": "output.weight" not in tensors,
         "attention_bias": "blk.0.attn_q.bias" in tensors,
+        "mlp_bias": "blk.0.ffn_down.bias" in tensors,
         "bos_token_id": metadata.get("tokenizer.ggml.bos_token_id"),
         "dtype": _dtype(file),
     }
@@ -391,7 +401,7 @@ def _check_sizes(config: dict[str, Any], file: GGUFFile, model: str) -> None:
 
 
 def _add_rope(config: dict[str, Any], file: GGUFFile, arch: str) -> None:
-    """The scaling of positions: by a kind and a factor, or by a table of factors, as Llama 3.1's is converted."""
+    """The scaling of positions: by a kind and a factor, or by tables of factors, as Llama 3.1's and Phi-3's is."""
     get = {key.removeprefix(f"{arch}.rope."): value for key, value in file.metadata.items()}.get
     rotated, head_dim = get("dimension_count"), config.get("head_dim")
     if type(rotated) is int and type(head_dim) is int and 0 < rotated < head_dim:

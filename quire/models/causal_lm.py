@@ -45,6 +45,7 @@ class CausalLM(nn.Module):
         backbone: ``backbone(input_ids, step) -> [T, H]``.
         embedding: the backbone's token embedding, which the head shares when the configuration ties them.
         form: how the family's checkpoints name things.
+        logit_scale: factor on the logits.
         logit_softcap: logits l become ``logit_softcap * tanh(l / logit_softcap)``.
 
     Attributes:
@@ -69,6 +70,7 @@ class CausalLM(nn.Module):
         embedding: VocabEmbedding,
         form: CheckpointFormat,
         *,
+        logit_scale: float | None = None,
         logit_softcap: float | None = None,
     ) -> None:
         super().__init__()
@@ -88,7 +90,7 @@ class CausalLM(nn.Module):
         builder.context.assign_groups()
         self.assign_groups = builder.context.assign_groups
         self.form = form
-        self._logit_softcap = logit_softcap
+        self._logit_scale, self._logit_softcap = logit_scale, logit_softcap
         slots = weight_slots(self, form)
         self.filled_weights = {name for name, slot in slots.items() if slot.filled}
         self.missing_weights = slots.keys() - self.filled_weights
@@ -120,11 +122,17 @@ class CausalLM(nn.Module):
             return hidden[:, :0]
         step = None if adapters is None else Step(hidden, adapters=adapters)
         logits = self.lm_head(hidden, step, wide=True)
+        if self._logit_scale is not None:
+            logits = ops.scale(logits, self._logit_scale)
         return logits if self._logit_softcap is None else ops.softcap(logits, self._logit_softcap)
 
     def checkpoint_shapes(self) -> dict[str, tuple[int, ...]]:
         """Every tensor that a checkpoint of this model holds: name -> shape."""
         return {name: slot.form.shape for name, slot in weight_slots(self, self.form).items()}
+
+    def reads(self, name: str) -> bool:
+        """Whether `load_weights` is to be given a checkpoint's tensor: what is no part of it, or filled, is not."""
+        return not self.form.passes_over(name) and self.form.canonical(name) not in self.filled_weights
 
     @torch.no_grad()
     def load_weights(self, weights: Iterable[tuple[str, Tensor]]) -> None:
@@ -135,9 +143,9 @@ class CausalLM(nn.Module):
         """
         slots = weight_slots(self, self.form)
         for name, tensor in weights:
-            if name.endswith(self.form.ignored) or (self.tied and name == "lm_head.weight"):
-                continue
-            if (canonical := self.form.canonical(name)) in self.elsewhere:
+            canonical = self.form.canonical(name)
+            elsewhere = canonical in self.elsewhere or (self.tied and canonical == "lm_head.weight")
+            if elsewhere or self.form.passes_over(name):
                 continue
             if (slot := slots.get(canonical)) is None:
                 eagle = " An EAGLE head has such a one: it drafts by the method 'eagle'." * (name == "fc.weight")

@@ -16,27 +16,35 @@ from quire.layers.norm import Norm
 
 
 class DecoderLayer(nn.Module):
-    """``x += attention(norm(x)); x += mlp(norm(x))``.
+    """``x += scale * attention(norm(x)); x += scale * mlp(norm(x))``, most often without a scale.
 
     Each addition is fused with the norm after it, so a layer takes and returns the pair (latest contribution,
     residual stream without it).
     """
 
     def __init__(
-        self, input_layernorm: Norm, self_attn: SelfAttention, post_attention_layernorm: Norm, mlp: nn.Module
+        self,
+        input_layernorm: Norm,
+        self_attn: SelfAttention,
+        post_attention_layernorm: Norm,
+        mlp: nn.Module,
+        scale: float | None = None,
     ) -> None:
         super().__init__()
         self.input_layernorm = input_layernorm
         self.self_attn = self_attn
         self.post_attention_layernorm = post_attention_layernorm
         self.mlp = mlp
+        self.scale = scale
 
     def forward(self, x: Tensor, residual: Tensor | None, step: Step) -> tuple[Tensor, Tensor | None]:
         """x and residual [T, H] (None before the first layer) -> the same pair."""
         x, residual = self.input_layernorm.add(x, residual)
-        x = self.self_attn(x, step)
-        x, residual = self.post_attention_layernorm.add(x, residual)
-        return self.mlp(x, step), residual
+        x, residual = self.post_attention_layernorm.add(self._scaled(self.self_attn(x, step)), residual)
+        return self._scaled(self.mlp(x, step)), residual
+
+    def _scaled(self, x: Tensor) -> Tensor:
+        return x if self.scale is None else ops.scale(x, self.scale)
 
 
 class Decoder(nn.Module):

@@ -54,7 +54,9 @@ _IN_SANDWICH = {
 }
 _FLOATS = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 _CHUNK = 16 * 2**20  # bytes that are dequantized at once, to float32
-_OTHER_MLP = {  # of architectures
+_HALVES_INTERLEAVED = ("llama", "granite", "smollm3")  # in the rows of each head of queries and keys
+_OTHER_NAMES = {  # of architectures
+    "seed_oss": {"post_attention_norm": "post_attention_layernorm"},
     "gpt2": {"ffn_up": "mlp.fc1", "ffn_down": "mlp.fc2"},
     "phi3": {"ffn_up": "mlp.gate_up_proj"},
 }
@@ -153,7 +155,7 @@ def _arch(file: GGUFFile) -> str:
 def _all_pieces(file: GGUFFile) -> Iterator[Piece]:
     """The parts of all tensors, by their names in the modules."""
     arch = _arch(file)
-    names = _IN_LAYER | (_IN_SANDWICH if arch in ("gemma2", "gemma3") else {}) | _OTHER_MLP.get(arch, {})
+    names = _IN_LAYER | (_IN_SANDWICH if arch in ("gemma2", "gemma3") else {}) | _OTHER_NAMES.get(arch, {})
     for tensor in file.tensors.values():
         if tensor.name not in _IGNORED:
             yield from _pieces(tensor, names, arch)
@@ -188,7 +190,8 @@ def _pieces(tensor: GGUFTensor, names: dict[str, str], arch: str) -> Iterator[Pi
 def _changed(piece: Piece, config: ModelConfig, form: CheckpointFormat, arch: str) -> Piece:
     """A piece with what is to be undone, under its name in the checkpoint."""
     heads = {".q_proj.": config.num_heads, ".k_proj.": config.num_kv_heads}
-    num_heads = next((count for part, count in heads.items() if part in piece.name), 0) if arch == "llama" else 0
+    heads = heads if arch in _HALVES_INTERLEAVED else {}
+    num_heads = next((count for part, count in heads.items() if part in piece.name), 0)
     rows = piece.shape[0]
     if num_heads and rows % (2 * num_heads):
         raise ModelLoadError(

@@ -1,9 +1,9 @@
 """Llama (arXiv:2302.13971): RMSNorm, rotary positions, grouped query attention, gated MLP.
 
 Mistral (arXiv:2310.06825), whose windows `ModelConfig` has resolved; Phi-3 (arXiv:2404.14219), whose checkpoints merge
-matrices; Qwen2 (arXiv:2407.10671), with biases on queries, keys and values; and Qwen3 (arXiv:2505.09388), with a norm
-on each head of queries and keys, are this with a few switches, and are built here. Their mixtures of experts build
-themselves with `build_llama`.
+matrices; Qwen2 (arXiv:2407.10671), with biases on queries, keys and values; Qwen3 (arXiv:2505.09388), with a norm on
+each head of queries and keys; Seed-OSS; SmolLM3, with layers that don't rotate; and Granite, with factors on what is
+added, are this with a few switches, and are built here. Their mixtures of experts build themselves with `build_llama`.
 """
 
 from collections.abc import Callable, Mapping
@@ -19,7 +19,7 @@ from quire.layers.rotary import RopeParameters, rope_table
 from quire.models.builder import AttentionForm, Builder
 from quire.models.causal_lm import CausalLM
 from quire.models.decoder import Decoder, DecoderLayer
-from quire.models.settings import number
+from quire.models.settings import count, number
 from quire.models.weights import CheckpointFormat
 
 FORMAT = CheckpointFormat(ignored=(".rotary_emb.inv_freq",))
@@ -33,17 +33,29 @@ class LlamaShape(AttentionForm):
 
     Attributes:
         feed_forward: makes what follows attention; None for a gated MLP.
+        rotated: for each layer, whether it rotates queries and keys; () where all do.
+        embed_scale, score_scale, branch_scale, logit_scale: factors on embeddings, scores, on what a block adds to the
+            residual stream, and on logits, where a family has its own.
     """
 
     feed_forward: FeedForward | None = None
+    rotated: tuple[bool, ...] = ()
+    embed_scale: float | None = None
+    score_scale: float | None = None
+    branch_scale: float | None = None
+    logit_scale: float | None = None
     form: CheckpointFormat = FORMAT
 
 
 def build(config: ModelConfig, builder: Builder) -> CausalLM:
     """LlamaForCausalLM."""
-    hf = config.hf_config
-    bias, mlp_bias = bool(hf.get("attention_bias", False)), bool(hf.get("mlp_bias", False))
-    return build_llama(config, builder, LlamaShape(bias, bias, feed_forward=_gated_mlp(config, mlp_bias)))
+    return build_llama(config, builder, _biases(config))
+
+
+def _biases(config: ModelConfig) -> LlamaShape:
+    """That of a model whose config.json says which of its matrices have biases."""
+    bias, mlp_bias = (bool(config.hf_config.get(key, False)) for key in ("attention_bias", "mlp_bias"))
+    return LlamaShape(bias, bias, feed_forward=_gated_mlp(config, mlp_bias))
 
 
 def build_qwen2(config: ModelConfig, builder: Builder) -> CausalLM:
@@ -57,6 +69,37 @@ def build_qwen3(config: ModelConfig, builder: Builder) -> CausalLM:
     return build_llama(config, builder, LlamaShape(bias, bias, head_norms=True))
 
 
+def build_seed_oss(config: ModelConfig, builder: Builder) -> CausalLM:
+    """SeedOssForCausalLM."""
+    bias, output_bias = config.hf_config.get("attention_bias", True), config.hf_config.get("attention_out_bias", False)
+    return build_llama(config, builder, replace(_biases(config), qkv_bias=bool(bias), output_bias=bool(output_bias)))
+
+
+def build_smollm3(config: ModelConfig, builder: Builder) -> CausalLM:
+    """SmolLM3ForCausalLM; its `no_rope_layers` has a 1 for each layer that rotates."""
+    rotated, every = config.hf_config.get("no_rope_layers"), count(config, "no_rope_layer_interval", 4)
+    if rotated is None:
+        rotated = [(index + 1) % every != 0 for index in range(config.num_layers)]
+    if not isinstance(rotated, list) or len(rotated) != config.num_layers:
+        raise ModelLoadError(
+            f"config.json of model {config.model!r} has no_rope_layers = {rotated!r}; it must be a list of "
+            f"{config.num_layers} numbers, one for each layer."
+        )
+    return build_llama(config, builder, replace(_biases(config), rotated=tuple(map(bool, rotated))))
+
+
+def build_granite(config: ModelConfig, builder: Builder) -> CausalLM:
+    """GraniteForCausalLM."""
+    shape = replace(
+        _biases(config),
+        embed_scale=number(config, "embedding_multiplier", 1.0),
+        score_scale=number(config, "attention_multiplier", 1.0),
+        branch_scale=number(config, "residual_multiplier", 1.0),
+        logit_scale=1.0 / number(config, "logits_scaling", 1.0),
+    )
+    return build_llama(config, builder, shape)
+
+
 def build_phi3(config: ModelConfig, builder: Builder) -> CausalLM:
     """Phi3ForCausalLM."""
     return build_llama(config, builder, LlamaShape(fused=True, feed_forward=_gated_mlp(config, fused=True)))
@@ -66,18 +109,22 @@ def build_llama(config: ModelConfig, builder: Builder, shape: LlamaShape = Llama
     """A model of Llama's shape; without switches, MistralForCausalLM."""
     size, eps = config.hidden_size, number(config, "rms_norm_eps", 1e-6)
     spec = llama_attention(config, build_rope(config))
+    spec = replace(spec, scale=shape.score_scale or spec.scale)
     feed_forward = shape.feed_forward or _gated_mlp(config)
 
     def layer(index: int, builder: Builder) -> DecoderLayer:
-        own = replace(spec, window=config.layer_windows[index])
+        rotates = not shape.rotated or shape.rotated[index]
+        own = replace(spec, window=config.layer_windows[index], rope=spec.rope if rotates else None)
         attention = builder.child("self_attn").attention(size, own, shape)
         mlp = feed_forward(index, builder.child("mlp"))
-        return DecoderLayer(builder.rms_norm(size, eps), attention, builder.rms_norm(size, eps), mlp)
+        norms = builder.rms_norm(size, eps), builder.rms_norm(size, eps)
+        return DecoderLayer(norms[0], attention, norms[1], mlp, shape.branch_scale)
 
     body = builder.child("model")
     embedding = body.embedding("embed_tokens", config.vocab_size, size)
     layers = body.layers(config.num_layers, layer)
-    return CausalLM(config, builder, Decoder(embedding, layers, body.rms_norm(size, eps)), embedding, shape.form)
+    decoder = Decoder(embedding, layers, body.rms_norm(size, eps), embed_scale=shape.embed_scale)
+    return CausalLM(config, builder, decoder, embedding, shape.form, logit_scale=shape.logit_scale)
 
 
 def _gated_mlp(config: ModelConfig, bias: bool = False, fused: bool = False) -> FeedForward:

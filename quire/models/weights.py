@@ -46,6 +46,10 @@ class TensorSource(Protocol):
         ...
 
 
+# What sees and hears, in checkpoints of which the language model alone is run.
+_SENSES = ("visual.", "vision_tower.", "vision_model.", "audio_tower.", "multi_modal_projector.", "image_newline")
+
+
 @dataclass(frozen=True)
 class CheckpointFormat:
     """What a family's checkpoints do differently from the modules built here.
@@ -69,8 +73,13 @@ class CheckpointFormat:
         return ours
 
     def canonical(self, name: str) -> str:
-        """A checkpoint's name with its prefix."""
+        """A checkpoint's name with its prefix; of the language model in one that sees or hears, that by itself."""
+        name = name.replace("language_model.", "", 1)
         return name if name.startswith((self.prefix, "lm_head.")) else self.prefix + name
+
+    def passes_over(self, name: str) -> bool:
+        """Whether a checkpoint's tensor is none of the model's."""
+        return name.endswith(self.ignored) or name.removeprefix("model.").startswith(_SENSES)
 
 
 def weight_slots(model: nn.Module, form: CheckpointFormat) -> dict[str, CheckpointSlot]:

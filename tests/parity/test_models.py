@@ -10,7 +10,12 @@ import pytest
 import torch
 from torch import Tensor
 
+from quire.attention.registry import select_backend
+from quire.config.families import WITH_TEXT
+from quire.config.model import ModelConfig
+from quire.models.registry import build_model
 from quire.ops.native.library import TORCH
+from quire.worker.weights.load import load_model_weights
 
 pytest.importorskip("transformers")
 sys.path.append(str(Path(__file__).parent))
@@ -55,6 +60,21 @@ def their_logits(model: Any, tokens: list[int]) -> Tensor:
 def test_logits_at_every_position(saved, name: str, kernels: str) -> None:
     found = logits_on_every_path(ours(saved, name, kernels=kernels))
     torch.testing.assert_close(found, their_logits(saved(name)[0], prompt()), atol=1e-4, rtol=0)
+
+
+@pytest.mark.parametrize("name", tiny.SEEING)
+def test_the_text_of_models_that_see_and_hear(saved, name: str, tmp_path: Path) -> None:
+    """From files as they are published, which have all that the language model is run without."""
+    theirs, directory = saved(name)
+    config = ModelConfig.from_pretrained(str(directory), max_model_len=256)
+    model = build_model(config, select_backend("reference"))
+    load_model_weights(model, config, progress=False)
+    found = tiny.Paged(tiny.Ours(model, model, select_backend("reference"))).prefill(0, prompt())
+    torch.testing.assert_close(found, their_logits(theirs, prompt()), atol=1e-4, rtol=0)
+
+
+def test_every_model_of_which_text_is_run_has_been_run() -> None:
+    assert {model for _, model, _ in tiny.SEEING.values()} == WITH_TEXT
 
 
 @pytest.mark.parametrize("name", ["llama", "gpt2"])

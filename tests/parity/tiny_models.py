@@ -83,6 +83,12 @@ LONGROPE = {
         "long_factor": [1.5, 2.0, 4.0, 7.0, 11.0, 15.0],
     },
 }
+GRANITE = {
+    "embedding_multiplier": 3.0,
+    "attention_multiplier": 0.2,
+    "residual_multiplier": 0.6,
+    "logits_scaling": 1.5,
+}
 
 # name -> (config class, model class, arguments of the config); the first of a family has its bare name.
 CASES: dict[str, tuple[str, str, dict[str, Any]]] = {
@@ -171,6 +177,24 @@ CASES: dict[str, tuple[str, str, dict[str, Any]]] = {
         "Qwen3MoeForCausalLM",
         QWEN_MOE | {"mlp_only_layers": [0], "attention_bias": True, "tie_word_embeddings": True},
     ),
+    "seed-oss": ("SeedOssConfig", "SeedOssForCausalLM", LLAMA | {"head_dim": 16}),
+    "seed-oss-biases": (
+        "SeedOssConfig",
+        "SeedOssForCausalLM",
+        LLAMA | {"head_dim": 8, "attention_out_bias": True, "attention_bias": False, "mlp_bias": True},
+    ),
+    "smollm3": ("SmolLM3Config", "SmolLM3ForCausalLM", LLAMA | {"num_hidden_layers": 4}),
+    "smollm3-windows": (
+        "SmolLM3Config",
+        "SmolLM3ForCausalLM",
+        LLAMA | {"no_rope_layers": [0, 1], "use_sliding_window": True, "sliding_window": 24, "attention_bias": True},
+    ),
+    "granite": ("GraniteConfig", "GraniteForCausalLM", LLAMA | GRANITE),
+    "granite-biases": (
+        "GraniteConfig",
+        "GraniteForCausalLM",
+        LLAMA | GRANITE | {"tie_word_embeddings": True, "attention_bias": True, "mlp_bias": True},
+    ),
     "gemma": ("GemmaConfig", "GemmaForCausalLM", GEMMA),
     "gemma-legacy-gelu": ("GemmaConfig", "GemmaForCausalLM", GEMMA | {"hidden_act": "gelu", "num_key_value_heads": 1}),
     "gemma2": ("Gemma2Config", "Gemma2ForCausalLM", GEMMA | {"sliding_window": 24, "query_pre_attn_scalar": 10}),
@@ -229,15 +253,68 @@ CASES: dict[str, tuple[str, str, dict[str, Any]]] = {
         },
     ),
 }
+
+VISION = {
+    "hidden_size": 16,
+    "intermediate_size": 20,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 2,
+    "image_size": 28,
+    "patch_size": 14,
+}
+CLIP = VISION | {"model_type": "clip_vision_model", "projection_dim": 16}
+QWEN_VISION = {"depth": 1, "hidden_size": 16, "num_heads": 2, "intermediate_size": 20, "out_hidden_size": 32}
+QWEN3_VISION = QWEN_VISION | {"deepstack_visual_indexes": [0], "num_position_embeddings": 16}
+AUDIO = {"d_model": 16, "encoder_layers": 1, "encoder_attention_heads": 2, "encoder_ffn_dim": 20}
+MROPE = LLAMA | {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [1, 1, 2]}}
+
+
+def _seeing(
+    name: str, text: dict[str, Any], senses: dict[str, Any], kind: str = "vision"
+) -> tuple[str, str, dict[str, Any]]:
+    """A model that sees, or hears, besides."""
+    arguments = {"text_config": text, f"{kind}_config": senses, "initializer_range": 0.25}
+    return f"{name}Config", f"{name}ForConditionalGeneration", arguments | {"tie_word_embeddings": name == "Gemma3"}
+
+
+# As CASES; of each, the language model is run alone.
+SEEING: dict[str, tuple[str, str, dict[str, Any]]] = {
+    "gemma3-sees": _seeing("Gemma3", GEMMA | {"sliding_window": 24, "num_hidden_layers": 6}, VISION),
+    "internvl": _seeing("InternVL", LLAMA | {"model_type": "qwen2"}, VISION | {"image_size": [28, 28]}),
+    "llava": _seeing("Llava", LLAMA | {"model_type": "llama"}, CLIP),
+    "llava-next": _seeing("LlavaNext", LLAMA | {"model_type": "mistral"}, CLIP),
+    "llava-onevision": _seeing("LlavaOnevision", LLAMA | {"model_type": "qwen2"}, CLIP),
+    "mistral3": _seeing(
+        "Mistral3", LLAMA | {"model_type": "mistral", "head_dim": 16}, VISION | {"model_type": "pixtral", "head_dim": 8}
+    ),
+    "qwen2-audio": _seeing("Qwen2Audio", LLAMA | {"model_type": "qwen2"}, AUDIO, "audio"),
+    "qwen2-vl": _seeing("Qwen2VL", MROPE, {"depth": 1, "embed_dim": 16, "num_heads": 2, "hidden_size": 32}),
+    "qwen2.5-vl": _seeing("Qwen2_5_VL", MROPE, QWEN_VISION),
+    "qwen3-vl": _seeing("Qwen3VL", MROPE | {"head_dim": 8}, QWEN3_VISION),
+    "voxtral": _seeing("Voxtral", LLAMA | {"model_type": "llama"}, AUDIO, "audio"),
+}
 WITH_EXPERTS = ("mixtral", "qwen2-moe", "qwen3-moe")
-FAMILIES = ("llama", "mistral", "qwen2", "qwen3", *WITH_EXPERTS, "gemma", "gemma2", "gemma3", "opt", "gpt2")
+FAMILIES = (
+    "llama",
+    "mistral",
+    "qwen2",
+    "qwen3",
+    "granite",
+    "smollm3",
+    *WITH_EXPERTS,
+    "gemma",
+    "gemma2",
+    "gemma3",
+    "opt",
+    "gpt2",
+)
 
 
 def build_theirs(name: str) -> Any:
     """The transformers model of a case, fp32, seeded; biases and norms are random too, as zeros hide errors."""
     import transformers
 
-    config_class, model_class, arguments = CASES[name]
+    config_class, model_class, arguments = (CASES | SEEING)[name]
     torch.manual_seed(sum(map(ord, name)))
     config = getattr(transformers, config_class)(**deepcopy(arguments))  # which writes into what it is given
     model = getattr(transformers, model_class)(config).eval().requires_grad_(False)

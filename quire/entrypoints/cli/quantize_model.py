@@ -14,7 +14,6 @@ import torch
 from torch import Tensor, nn
 from tqdm import tqdm
 
-from quire.config.config_json import read_json
 from quire.config.model import ModelConfig
 from quire.entrypoints.cli import quantize_files as files
 from quire.entrypoints.cli.files import read_text
@@ -54,7 +53,6 @@ def quantize_checkpoint(options: Namespace, out: Path) -> str:
     config = ModelConfig.from_pretrained(options.model, dtype="float32", revision=options.revision)
     if config.path.is_file() or config.hf_config.get("quantization_config"):
         raise ConfigError(f"{options.model} is quantized already: name the checkpoint that it was made of.")
-    stated = read_json(config.path, "config.json", config.model)
     survey, source = Survey(config), SafetensorsSource(config.path, config.model)
     scheme, text = _scheme(options, survey, source), _read_text(options, config)
     partial = out.with_name(f"{out.name}.partial")
@@ -66,7 +64,7 @@ def quantize_checkpoint(options: Namespace, out: Path) -> str:
         writer.close()
         files.copy_rest(config.path, partial)
         quantization = files.quantization_config(scheme, survey.plain)
-        files.write_json(partial / "config.json", stated | {"quantization_config": quantization})
+        files.write_json(partial / "config.json", config.hf_config | {"quantization_config": quantization})
         card = files.card(options.model, scheme, text.about, *costs)
         (partial / "README.md").write_text(card, "utf-8", "replace")  # names of files need not be texts
         if out.exists():
@@ -100,7 +98,7 @@ def _scheme(options: Namespace, survey: Survey, source: SafetensorsSource) -> Sc
                 raise ConfigError(f"compressed-tensors can't have {path}, which is stored turned: take gptq or awq.")
         elif any(size % 8 for size in (*part.module.parts.values(), part.module.shape.in_features)):
             raise ConfigError(f"{method} packs eight rows and columns in a word, and {path} has others: take int4.")
-    kept = {spec.name: spec.dtype for spec in source.specs}
+    kept = {survey.model.form.canonical(spec.name): spec.dtype for spec in source.specs}
     stored = "F16" if method in ("gptq", "awq") else kept.get(f"{next(iter(columns))}.weight", "")
     dtype = {"F16": torch.float16, "BF16": torch.bfloat16}.get(stored, torch.float32)
     return Scheme(method, bits, group, dtype, options.desc_act, options.damp)

@@ -61,15 +61,15 @@ def load_model_weights(
 def _stream(model: CausalLM, source: TensorSource, progress: bool) -> None:
     """Hand every tensor to the model; a misfit is reported with the tensor and the file that the model was given."""
     current, current_file = "no tensor", ""
-    filled = model.filled_weights
-    total = sum(spec.num_bytes for spec in source.specs if spec.name not in filled)
+    skip = {spec.name for spec in source.specs if not model.reads(spec.name)}
+    total = sum(spec.num_bytes for spec in source.specs if spec.name not in skip)
     bar = None
     if progress and total > 0:
         bar = tqdm(total=total, desc="Loading weights", unit="B", unit_scale=True, unit_divisor=1024)
 
     def tensors() -> Iterator[tuple[str, torch.Tensor]]:
         nonlocal current, current_file
-        for spec, tensor in source.stream(filled):
+        for spec, tensor in source.stream(skip):
             current, current_file = f"{spec.name!r} {list(spec.shape)} of {spec.file}", spec.file
             yield spec.name, tensor
             if bar is not None:

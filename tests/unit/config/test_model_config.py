@@ -280,6 +280,41 @@ def test_text_part_of_a_multi_modal_config(tmp_path: Path) -> None:
     assert "text_config" not in config.hf_config
 
 
+@pytest.mark.parametrize("architecture", ["Mistral3ForConditionalGeneration", "VoxtralForConditionalGeneration"])
+def test_the_text_of_models_that_see_and_hear_is_run_alone(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, architecture: str
+) -> None:
+    caplog.set_level("INFO")
+    config = load(tmp_path, {"architectures": [architecture], "model_type": "mistral3", "text_config": LLAMA})
+    assert (config.architecture, config.model_type) == ("LlamaForCausalLM", "llama")
+    assert "it takes text alone" in caplog.text
+
+
+@pytest.mark.parametrize("text", [{"model_type": "mllama_text_model"}, {"architectures": ["MllamaForCausalLM"]}])
+def test_of_a_text_of_no_family_the_whole_is_named(tmp_path: Path, text: dict[str, Any]) -> None:
+    whole = {"architectures": ["Mistral3ForConditionalGeneration"], "model_type": "mllama"}
+    config = load(tmp_path, whole | {"text_config": LLAMA | {"model_type": None} | text})
+    assert config.architecture == "Mistral3ForConditionalGeneration"
+
+
+def test_a_text_among_what_all_have(tmp_path: Path) -> None:
+    """As Qwen2.5-VL was first published; its rotation has three axes, along which text goes alike."""
+    whole = LLAMA | {"architectures": ["Qwen2_5_VLForConditionalGeneration"], "model_type": "qwen2_5_vl"}
+    rope = {"type": "mrope", "mrope_section": [2, 3, 3]}
+    config = load(tmp_path, whole | {"vision_config": {"hidden_size": 3}, "rope_scaling": rope})
+    assert (config.architecture, config.hidden_size) == ("Qwen2ForCausalLM", 64)
+    assert config.rope_parameters["rope_type"] == "default"
+    assert config.derived_max_model_len == LLAMA["max_position_embeddings"]
+
+
+def test_heads_are_tied_as_the_whole_says(tmp_path: Path) -> None:
+    whole = {"architectures": ["Gemma3ForConditionalGeneration"], "model_type": "gemma3", "tie_word_embeddings": True}
+    config = load(
+        tmp_path, whole | {"text_config": LLAMA | {"model_type": "gemma3_text", "tie_word_embeddings": False}}
+    )
+    assert config.tie_word_embeddings
+
+
 def test_code_of_the_checkpoint_is_never_looked_at(tmp_path: Path) -> None:
     (tmp_path / "modeling_evil.py").write_text("raise SystemExit('ran')")
     auto_map = {"AutoConfig": "modeling_evil.Config", "AutoModelForCausalLM": "modeling_evil.Model"}

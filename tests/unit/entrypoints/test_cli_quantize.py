@@ -69,6 +69,23 @@ def small(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
+def test_of_a_model_that_sees_the_text_is_written(small: Path, tmp_path: Path) -> None:
+    sees, outs = tmp_path / "sees", [tmp_path / "text", tmp_path / "whole"]
+    shutil.copytree(small, sees)
+    text = json.loads((small / "config.json").read_text())
+    whole = {"architectures": ["LlavaForConditionalGeneration"], "model_type": "llava", "text_config": text}
+    (sees / "config.json").write_text(json.dumps(whole | {"vision_config": {"hidden_size": 8}}))
+    tensors = {f"language_model.{name}": each for name, each in load_file(small / "model.safetensors").items()}
+    save_file(tensors | {"vision_tower.patch.weight": torch.zeros(8, 3)}, sees / "model.safetensors")
+    for model, out in zip((small, sees), outs, strict=True):
+        assert main(["quantize", str(model), str(out), "--method", "int8", *FEW]) == 0
+    expected, found = (load_file(out / "model.safetensors") for out in outs)
+    assert expected.keys() == found.keys()
+    assert [name for name, each in expected.items() if not torch.equal(each, found[name])] == []
+    assert json.loads((outs[1] / "config.json").read_text())["architectures"] == text["architectures"]
+    assert ModelConfig.from_pretrained(outs[1]).architecture == "LlamaForCausalLM"
+
+
 @pytest.mark.parametrize("method", METHODS)
 def test_what_is_written_stands_for_the_weights(
     small: Path, tmp_path: Path, method: str, capsys: pytest.CaptureFixture[str]

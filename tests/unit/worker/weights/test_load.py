@@ -50,6 +50,9 @@ class TinyModel(nn.Module):
     def checkpoint_shapes(self) -> dict[str, tuple[int, ...]]:
         return {name: tuple(parameter.shape) for name, parameter in self.named_parameters()}
 
+    def reads(self, name: str) -> bool:
+        return name not in self.filled_weights
+
     def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
         parameters = dict(self.named_parameters())
         for name, tensor in weights:
