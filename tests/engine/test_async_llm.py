@@ -157,6 +157,7 @@ def test_abort_by_id_ends_the_iterator(engine: Engine) -> None:
     assert last.outputs[0].finish_reason == "abort"
 
 
+@pytest.mark.slow
 def test_what_runs_is_ended_or_waited_for_when_it_is_to_sleep(engine: Engine) -> None:
     params = SamplingParams(max_tokens=40, ignore_eos=True, output_kind=RequestOutputKind.FINAL_ONLY)
 
@@ -174,6 +175,7 @@ def test_what_runs_is_ended_or_waited_for_when_it_is_to_sleep(engine: Engine) ->
     assert engine.run(sleep_beside("wait")) == (True, "length")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["process", "thread"])
 def test_event_loops_take_turns(kind: Any) -> None:
     """As `asyncio.run` makes one for each call; one that is still there is not taken from."""

@@ -144,6 +144,7 @@ def test_bad_use_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
         AsyncLLM.from_engine_args(EngineArgs("demo", **LAUNCHER))
 
 
+@pytest.mark.slow
 def test_who_does_not_come_is_told(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
     monkeypatch.setattr("quire.executor.external._TOLD", timedelta(seconds=0.1))
     monkeypatch.setattr("quire.executor.external._MEET", timedelta(seconds=0.3))

@@ -72,6 +72,7 @@ def test_threads_take_turns(llm: LLM) -> None:
     assert together == [run(number) for number in range(8)]
 
 
+@pytest.mark.slow
 def test_every_call_takes_its_turn(llm: LLM) -> None:
     """What one thread asks of the engine waits while another's prompts run."""
     begun, go_on, order = threading.Event(), threading.Event(), list[str]()

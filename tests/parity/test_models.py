@@ -62,7 +62,9 @@ def test_logits_at_every_position(saved, name: str, kernels: str) -> None:
     torch.testing.assert_close(found, their_logits(saved(name)[0], prompt()), atol=1e-4, rtol=0)
 
 
-@pytest.mark.parametrize("name", tiny.SEEING)
+@pytest.mark.parametrize(
+    "name", [name if "qwen3" in name else pytest.param(name, marks=pytest.mark.slow) for name in tiny.SEEING]
+)
 def test_the_text_of_models_that_see_and_hear(saved, name: str, tmp_path: Path) -> None:
     """From files as they are published, which have all that the language model is run without."""
     theirs, directory = saved(name)

@@ -26,6 +26,7 @@ pathlib.Path(FILE).touch()
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("loop_ends", "seconds", "limits", "finishes"),
     [

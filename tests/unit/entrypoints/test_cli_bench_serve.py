@@ -117,6 +117,7 @@ def test_a_command_line_of_vllms(server: Any, bench: Any) -> None:
     assert build_parser().parse_known_args(["bench", "serve", *taken])[1] == []
 
 
+@pytest.mark.slow
 def test_adapters_are_drawn_for_requests(server: Any, bench: Any) -> None:
     flags = ["--num-prompts", "20", "--random-input-len", "3", "--max-concurrency", "1", "--lora-modules", "a", "b"]
     drawn = []
@@ -141,6 +142,7 @@ def test_percentiles_that_are_asked_for(server: Any, bench: Any, capsys: pytest.
             LoadArgs(metric_percentiles=wrong)
 
 
+@pytest.mark.slow
 def test_a_server_that_is_starting_is_waited_for(server: Any, bench: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     answers = itertools.chain([False, False], itertools.repeat(True))
     ask = Server.models

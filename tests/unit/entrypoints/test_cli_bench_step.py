@@ -87,6 +87,7 @@ def test_prompts_over_several_steps_are_told_by_the_step(tmp_path: Path) -> None
 
 
 @needs_kernels
+@pytest.mark.slow
 def test_sequences_that_do_not_fit_at_once_are_refused(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["bench", "step", "demo", *SMALL, "--max-num-seqs", "2"]) != 0
     assert "a sequence ended before 4 steps of all 3 were timed: lower --batch-size" in capsys.readouterr().err

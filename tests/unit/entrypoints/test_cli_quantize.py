@@ -69,6 +69,7 @@ def small(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
+@pytest.mark.slow
 def test_of_a_model_that_sees_the_text_is_written(small: Path, tmp_path: Path) -> None:
     sees, outs = tmp_path / "sees", [tmp_path / "text", tmp_path / "whole"]
     shutil.copytree(small, sees)

@@ -90,6 +90,7 @@ def test_a_server_serves_and_stops(make_state: State, async_llm: Any) -> None:
     assert async_llm.num_shutdowns == 1
 
 
+@pytest.mark.slow
 def test_running_requests_may_finish(make_state: State, async_llm: Any) -> None:
     many_words(async_llm, seconds=1)
 

@@ -183,6 +183,7 @@ def test_a_request_is_moved_once_and_the_last_engines_death_is_the_end() -> None
     play(scene)
 
 
+@pytest.mark.slow
 def test_a_request_that_kills_two_engines_ends() -> None:
     async def scene(world: World) -> None:
         rank = world.add("poison")
@@ -323,6 +324,7 @@ def test_a_prefix_is_pinned_everywhere_or_nowhere() -> None:
     play(scene)
 
 
+@pytest.mark.slow
 def test_a_silent_engine_is_replaced() -> None:
     async def scene(world: World) -> None:
         old = world.engines[1]
