@@ -42,8 +42,8 @@ async def embed(body: LlamaEmbeddingRequest, request: Request) -> Response:
 @router.post("/apply-template")
 async def apply_template(body: ChatCompletionRequest, request: Request, response: Response) -> dict[str, str]:
     """The prompt that the chat template makes of a conversation."""
-    warn_client(response, body)
     turn, _ = await read_chat(get_state(request), body, identify(request.scope).decode("latin-1"), prompt_only=True)
+    warn_client(response, body)
     return {"prompt": turn.prompts[0].text or ""}
 
 

@@ -34,6 +34,7 @@ from quire.text.tokenizer import Tokenizer
 
 _Script = Callable[[Reader], Script[None]]
 _BUDGET = "thinking_token_budget"
+_MOST_LEARNED = 64  # formats of chat templates that are kept: clients may send some
 
 
 class NoFormatError(InvalidRequestError):
@@ -133,9 +134,12 @@ def _known_form(state: ServerState, template: str) -> Form | None:
         return TOOL_FORMS[name]
     if option == "none":
         return None
-    if template not in state.learned_forms:
-        state.learned_forms[template] = _learned(state.llm.tokenizer, template)
-    return state.learned_forms[template]
+    forms = state.learned_forms
+    if template not in forms:
+        while len(forms) >= _MOST_LEARNED:
+            del forms[next(iter(forms))]
+        forms[template] = _learned(state.llm.tokenizer, template)
+    return forms[template]
 
 
 def _learned(tokenizer: Tokenizer | None, template: str) -> Form | None:

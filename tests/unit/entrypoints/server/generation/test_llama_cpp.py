@@ -111,6 +111,8 @@ def test_what_clients_ask_about_a_server(client: TestClient) -> None:
     assert (len(slots), {slot["is_processing"] for slot in slots}) == (props["total_slots"], {False})
     applied = client.post("/apply-template", json={"messages": [{"role": "user", "content": "Hi"}]})
     assert applied.json() == {"prompt": "<|endoftext|><|user|>Hi<|end|><|assistant|>"}
+    useless = {"messages": [{"role": "user", "content": "Hi"}], "reasoning_effort": "low"}
+    assert "'reasoning_effort'" in client.post("/apply-template", json=useless).headers["x-quire-warnings"]
     refused = client.post("/infill", json={"input_prefix": "a", "input_suffix": "b"})
     assert (refused.status_code, "/infill is not supported" in refused.text) == (404, True)
     tokens = client.post("/tokenize", json={"content": "Hi"}).json()["tokens"]

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 from fastapi.testclient import TestClient
 
+from quire.entrypoints.server import parsing
 from quire.entrypoints.server.chat_request import ChatCompletionRequest
 from quire.entrypoints.server.parsers.base import Function, Offer, ToolCallDelta, ToolCallStart
 from quire.entrypoints.server.parsers.generic import learned_form
@@ -244,6 +245,18 @@ def test_a_format_is_learned_from_the_template(make_server: Callable[..., Any]) 
     assert message["content"] == "Well."
     assert [call["function"] for call in message["tool_calls"]] == [{"name": "sub", "arguments": '{"x": 5}'}]
     assert grammar(server, tool_choice="required") is not None
+
+
+def test_of_templates_that_clients_send_few_formats_are_kept(
+    make_server: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(parsing, "_MOST_LEARNED", 2)
+    server = make_server(chat_template=OTHER, trust_request_chat_template=True)
+    server.core.texts = ['Well. @@call sub with {"x": 5}@@'] * 3
+    with TestClient(server.app) as client:
+        for mark in ("a", "b", "c"):
+            assert post(client, chat_template=OTHER + mark)["choices"][0]["message"]["tool_calls"]
+    assert list(server.state.learned_forms) == [OTHER + "b", OTHER + "c"]
 
 
 def test_the_format_is_known_before_the_first_request(make_server: Callable[..., Any]) -> None:
