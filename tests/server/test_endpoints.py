@@ -659,22 +659,28 @@ def test_variables_of_the_template(special: RunningServer, name: str, value: Any
 
 @pytest.mark.slow
 def test_lower_priorities_run_first(special: RunningServer) -> None:
+    # On a machine that stalls, those that keep the others waiting may have ended before all of these have come.
+    tried = (order_of_waiting(special) for _ in range(20))
+    assert next(order for order in tried if order is not None) == [5, 7, 9]
+
+
+def order_of_waiting(server: RunningServer) -> list[int] | None:
+    """The priorities of three requests in the order in which they end; None where they were not kept waiting."""
     ended: list[int] = []
 
     def run(priority: int, max_tokens: int) -> None:
-        special.complete("Once", max_tokens=max_tokens, ignore_eos=True, priority=priority)
+        server.complete("Once", max_tokens=max_tokens, ignore_eos=True, priority=priority)
         ended.append(priority)
 
-    # The first ones keep the others waiting for long enough, on a busy machine, too.
     requests = [*[(0, 500)] * 8, (9, 200), (5, 200), (7, 200)]
     threads = [threading.Thread(target=run, args=args) for args in requests]
     for number, thread in enumerate(threads):
         thread.start()
-        wait_until(lambda: num_sequences(special) + len(ended) >= number + 1, 10.0)  # noqa: B023
-    assert len(ended) < 8, "the first ones are too short to keep the others waiting"
+        wait_until(lambda: num_sequences(server) + len(ended) >= number + 1, 10.0)  # noqa: B023
+    have_waited = len(ended) < 8
     for thread in threads:
         thread.join()
-    assert [priority for priority in ended if priority] == [5, 7, 9]
+    return [priority for priority in ended if priority] if have_waited else None
 
 
 def num_sequences(server: RunningServer) -> float:
