@@ -1,6 +1,7 @@
 """Server options that say what streams and usages hold, whatever requests ask for."""
 
 from collections.abc import Callable
+from itertools import accumulate
 from typing import Any
 
 import pytest
@@ -49,4 +50,4 @@ def test_a_stream_gathers_tokens(
             chunks = parsed(client.post(path, json=asked).content)
         sizes[interval] = [len(chunk["choices"][0]["token_ids"]) for chunk in chunks]
     assert sum(sizes[1]) == sum(sizes[3]) == 6
-    assert sizes[3] == [1, 3, 2]
+    assert set(accumulate(sizes[3])) <= {1, 4, 6}  # of a reader that is slow, pieces are merged
