@@ -23,7 +23,8 @@ SOME = ["gptq-3", "gptq-4", "awq-gemm", "fp8-block", "ct-w4-zeros", "bnb-nested"
 def answers(model: Path, prompts: Any = PROMPTS, **options: Any) -> list[Any]:
     """Tokens and logprobs."""
     llm = LLM(str(model), max_model_len=128, **({"weight_cache": False} | options))
-    params = SamplingParams(max_tokens=8, temperature=0, logprobs=2, ignore_eos=True)
+    wants_text = not options.get("skip_tokenizer_init")
+    params = SamplingParams(max_tokens=8, temperature=0, logprobs=2, ignore_eos=True, detokenize=wants_text)
     outputs = llm.generate(prompts, params, use_tqdm=False)
     return [(list(out.outputs[0].token_ids), out.outputs[0].logprobs) for out in outputs]
 
@@ -41,6 +42,23 @@ def test_answers_are_those_of_the_dequantized_model(tmp_path: Path, case: str, m
     assert [answers(tmp_path / "quantized", [prompt])[0] for prompt in PROMPTS[:2]] == found[:2], (
         "whoever shares a batch"
     )
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("ignored", [("visual",), ()], ids=["a-plain-tower", "a-quantized-tower"])
+@pytest.mark.parametrize("case", ["awq-gemm-sym", "ct-w4", "bnb-nested"])
+def test_the_text_of_models_that_see(tmp_path: Path, case: str, ignored: tuple[str, ...]) -> None:
+    """As it is published: the language model's layers are quantized, and mostly those alone."""
+    sys.path.append(str(Path(__file__).parents[1] / "parity"))
+    tiny: Any = importlib.import_module("tiny_models")
+    name = "qwen2.5-vl" if ignored else "qwen3-vl"  # whose tensors are named in two ways
+    source = tiny.save(tiny.build_theirs(name), tmp_path / "source")
+    values = files.write(tmp_path / "quantized", *files.CASES[case], ignored, source)
+    files.write_values(tmp_path / "plain", values, torch.float32, source)
+    options = {"kernels": TORCH, "skip_tokenizer_init": True}
+    prompt = {"prompt_token_ids": list(range(3, 20))}
+    quantized, plain = (answers(tmp_path / each, prompt, **options) for each in ("quantized", "plain"))
+    assert quantized == plain
 
 
 @pytest.mark.nightly
