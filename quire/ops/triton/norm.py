@@ -14,20 +14,9 @@ from quire.ops.triton.common import aligned, begin_kernel, launch, narrow
 
 @triton.jit(do_not_specialize=["num_rows"])
 def _norm(
-    x,
-    residual,
-    weight,
-    bias,
-    out,
-    total,
-    num_rows,
-    eps,
-    SIZE: tl.constexpr,
-    BLOCK: tl.constexpr,
-    ROWS: tl.constexpr,
-    SUBTRACT_MEAN: tl.constexpr,
-    PLUS_ONE: tl.constexpr,
-):
+    x, residual, weight, bias, out, total, num_rows, eps,
+    SIZE: tl.constexpr, BLOCK: tl.constexpr, ROWS: tl.constexpr, SUBTRACT_MEAN: tl.constexpr, PLUS_ONE: tl.constexpr,
+):  # fmt: skip
     columns = tl.arange(0, BLOCK)[None, :]
     if weight is not None:
         factor = tl.load(weight + columns, columns < SIZE, other=0.0).to(tl.float32)

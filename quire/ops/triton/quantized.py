@@ -37,20 +37,10 @@ def _numbers(codes, zeros, CODES: tl.constexpr):
 
 @triton.jit
 def expand(
-    weight,
-    scales,
-    zeros,
-    groups,
-    start,
-    size,
-    num_groups,
-    dtype: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    BLOCK_K: tl.constexpr,
-    EVEN: tl.constexpr,
-    CODES: tl.constexpr,
+    weight, scales, zeros, groups, start, size, num_groups,
+    dtype: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, EVEN: tl.constexpr, CODES: tl.constexpr,
     GROUP: tl.constexpr,
-):
+):  # fmt: skip
     """Columns from `start` on of the rows that begin at `weight` [BLOCK_N], in bytes: [BLOCK_N, BLOCK_K] in `dtype`.
 
     groups: where in `scales` and `zeros` those of a row begin [BLOCK_N]. Without zeros all of them are 8, and weights
