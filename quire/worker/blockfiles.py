@@ -9,13 +9,14 @@ import contextlib
 import hashlib
 import logging
 import os
+import queue
 import re
 import struct
 import threading
-from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
+from itertools import count
 from pathlib import Path
 
 from quire.protocol.step import DiskNews
@@ -30,6 +31,7 @@ _KEPT = 0.9  # of the limit, when room is made
 _HEADER = struct.Struct("<8s32s32sII")  # magic, fingerprint, name, group, bytes
 _MAGIC = b"QUIREKV" + bytes([FORMAT])
 _CHECKSUM = 32
+_READ, _WRITE, _END = range(3)  # jobs of the thread, in the order in which those that wait come next
 _PLACE = re.compile(r"/[0-9a-f]{32}/[0-9a-f]{2}/[0-9a-f]{64}\.\d+\.kv$")
 
 
@@ -77,16 +79,14 @@ class BlockFiles:
 
     def __init__(self, folder: BlockFolder) -> None:
         self._folder = folder
-        self._has_work = threading.Condition()
-        self._writes: deque[Callable[[], None]] = deque()
-        self._reads: deque[Callable[[], None]] = deque()
-        self._answers: deque[BlockRead] = deque()  # another one once nobody wants those any more
+        self._jobs = queue.PriorityQueue[tuple[int, int, Callable[[], None] | None]]()  # None: the end
+        self._order = count()
+        self._answers = queue.SimpleQueue[BlockRead]()  # another one once nobody wants those any more
         self._num_reading = 0  # asked and not answered yet
-        self._queued_bytes = 0
+        self._asked_bytes = self._done_bytes = 0  # of blocks to be written; the thread alone counts those done
         self._num_written = self._num_damaged = self._num_failed = self._num_removed = 0
         self._total = 0  # bytes in the folder, as far as is known
         self._is_full = False
-        self._closed = False
         self._warned = False
         self._thread = threading.Thread(target=self._run, name="quire-blocks", daemon=True)
 
@@ -109,37 +109,32 @@ class BlockFiles:
 
     def write(self, group: int, name: bytes, data: memoryview) -> None:
         """Have a block written some time; its bytes must not change any more."""
-        with self._has_work:
-            if self._queued_bytes + len(data) > MAX_QUEUED_BYTES:
-                self._num_failed += 1
-                return
-            self._queued_bytes += len(data)
-            self._writes.append(partial(self._write, group, name, data))
-            self._has_work.notify_all()
+        if self._asked_bytes - self._done_bytes + len(data) > MAX_QUEUED_BYTES:
+            self._num_failed += 1
+            return
+        self._asked_bytes += len(data)
+        self._have_done(_WRITE, partial(self._write, group, name, data))
 
     def read(self, group: int, host: int, name: bytes) -> None:
         """Have a block read."""
-        with self._has_work:
-            self._num_reading += 1
-            self._reads.append(partial(self._answer, self._answers, group, host, name))
-            self._has_work.notify_all()
+        self._num_reading += 1
+        self._have_done(_READ, partial(self._answer, self._answers, group, host, name))
 
     def answers(self, seconds: float) -> list[BlockRead]:
         """The blocks that were read since the last call, in the order of asking; waits so long for the first."""
-        with self._has_work:
-            if seconds and self._num_reading and not self._answers:
-                self._has_work.wait_for(lambda: bool(self._answers), seconds)
-            found = list(self._answers)
-            self._answers.clear()
-            self._num_reading -= len(found)
-            return found
+        found: list[BlockRead] = []
+        with contextlib.suppress(queue.Empty):
+            if seconds and self._num_reading:
+                found.append(self._answers.get(timeout=seconds))
+            while True:
+                found.append(self._answers.get_nowait())
+        self._num_reading -= len(found)
+        return found
 
     def forget_reads(self) -> None:
         """Nobody wants the answers to what was asked."""
-        with self._has_work:
-            self._reads.clear()
-            self._answers = deque()
-            self._num_reading = 0
+        self._answers = queue.SimpleQueue()
+        self._num_reading = 0
 
     def news(self, fetched: list[tuple[int, int, bool]]) -> DiskNews:
         """The counts, and these answers."""
@@ -147,38 +142,33 @@ class BlockFiles:
 
     def close(self) -> None:
         """Write what waits, for some seconds at most, and end; safe to call twice."""
-        with self._has_work:
-            self._closed = True
-            self._has_work.notify_all()
+        self._have_done(_END, None)
         if self._thread.is_alive():
             self._thread.join(CLOSING_SECONDS)
             if self._thread.is_alive():
                 logger.warning("kv_cache_dir: %s hangs, and what waits to be written may be lost", self._folder.path)
 
+    def _have_done(self, kind: int, job: Callable[[], None] | None) -> None:
+        self._jobs.put((kind, next(self._order), job))
+
     # The thread's side.
 
     def _run(self) -> None:
-        while True:
-            with self._has_work:
-                self._has_work.wait_for(lambda: self._reads or self._writes or self._closed)
-                if not (waiting := self._reads or self._writes):
-                    return
-                job = waiting.popleft()
+        while (job := self._jobs.get()[2]) is not None:
             job()
 
-    def _answer(self, answers: deque[BlockRead], group: int, host: int, name: bytes) -> None:
+    def _answer(self, answers: queue.SimpleQueue[BlockRead], group: int, host: int, name: bytes) -> None:
+        if answers is not self._answers:  # they were forgotten
+            return
         try:
             data = self._read(group, name)
         except Exception:  # whoever waits must have an answer
             logger.exception("a block could not be read")
             data = None
-        with self._has_work:
-            answers.append(BlockRead(group, host, data))
-            self._has_work.notify_all()
+        answers.put(BlockRead(group, host, data))
 
     def _write(self, group: int, name: bytes, data: memoryview) -> None:
-        with self._has_work:
-            self._queued_bytes -= len(data)
+        self._done_bytes += len(data)
         path = self._folder.file(group, name)
         header = _HEADER.pack(_MAGIC, self._folder.fingerprint, name, group, len(data))
         size = len(header) + len(data) + _CHECKSUM
