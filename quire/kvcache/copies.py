@@ -5,52 +5,45 @@ When the plan is complete the copies are taken out.
 """
 
 from collections.abc import Sequence
-from typing import NamedTuple
+from itertools import chain
 
 from quire.kvcache.pool import BlockPool
 
-
-class BlockCopy(NamedTuple):
-    """A sequence gets a copy of a block, into one of its own."""
-
-    sequence_id: int
-    group: int
-    source: int
-    destination: int
+Copy = tuple[int, int, int]  # KV group, source, destination
 
 
 class PlannedCopies:
-    """Copies in the order in which they were asked for. Each is an owner of its source until the plan is complete."""
+    """Copies to blocks of sequences. Each is an owner of its source until the plan is complete."""
 
     def __init__(self, pools: Sequence[BlockPool]) -> None:
         """`pools`: of the sources, by group."""
         self._pools = pools
-        self._copies: list[BlockCopy] = []
+        self._copies: dict[int, list[Copy]] = {}  # by the sequence that gets them
 
-    def add(self, copy: BlockCopy) -> None:
-        """Plan a copy; it takes over what its sequence owns of the source."""
-        self._copies.append(copy)
+    def add(self, sequence_id: int, copy: Copy) -> None:
+        """A sequence gets a copy of a block, into one of its own; the copy takes over what it owns of the source."""
+        self._copies.setdefault(sequence_id, []).append(copy)
 
     def num_owned(self, group: int, block: int) -> int:
         """How many of a block's owners are copies."""
-        return sum(copy.group == group and copy.source == block for copy in self._copies)
+        return sum(copy[:2] == (group, block) for copy in chain.from_iterable(self._copies.values()))
 
     def concern(self, sequence_id: int) -> bool:
         """Whether a sequence's table has blocks that are still to be copied to."""
-        return any(copy.sequence_id == sequence_id for copy in self._copies)
+        return sequence_id in self._copies
 
     def drop(self, sequence_id: int) -> None:
         """A sequence gives its blocks back: its copies need not be made, and own nothing any more."""
-        for copy in [copy for copy in self._copies if copy.sequence_id == sequence_id]:
-            self._copies.remove(copy)
-            self._pools[copy.group].release(copy.source)
+        for group, source, _ in self._copies.pop(sequence_id, ()):
+            self._pools[group].release(source)
 
-    def take(self) -> list[tuple[int, int, int]]:
-        """The plan is complete: its copies as (group, source, destination), whose sources may be handed out again."""
-        copies, self._copies = self._copies, []
-        for copy in reversed(copies):
-            self._pools[copy.group].release(copy.source)
-        return [(copy.group, copy.source, copy.destination) for copy in copies]
+    def take(self) -> list[Copy]:
+        """The plan is complete: its copies, whose sources may be handed out again."""
+        copies = [*chain.from_iterable(self._copies.values())]
+        self._copies.clear()
+        for group, source, _ in reversed(copies):
+            self._pools[group].release(source)
+        return copies
 
     def check_none(self) -> None:
         """Raise AssertionError while a plan is being made."""

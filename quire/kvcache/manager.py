@@ -8,7 +8,7 @@ policy.
 import sys
 from collections.abc import Sequence
 
-from quire.kvcache.copies import BlockCopy, PlannedCopies
+from quire.kvcache.copies import PlannedCopies
 from quire.kvcache.events import KVEventLog
 from quire.kvcache.groups import KVGroup, window_reach
 from quire.kvcache.pins import Pins
@@ -419,7 +419,7 @@ class KVManager:
         source = block_ids[index]
         (destination,) = pool.allocate(1)
         block_ids[index] = destination
-        self._copies.add(BlockCopy(table.sequence_id, number, source, destination))
+        self._copies.add(table.sequence_id, (number, source, destination))
         return number, index, destination
 
     def _extend(self, table: BlockTable, num_blocks: int) -> list[list[int]]:

@@ -12,7 +12,7 @@ from itertools import chain, zip_longest
 
 from msgspec import structs
 
-from quire.kvcache.copies import BlockCopy, PlannedCopies
+from quire.kvcache.copies import PlannedCopies
 from quire.kvcache.disk import DiskTier
 from quire.kvcache.groups import KVGroup
 from quire.kvcache.pool import BlockPool
@@ -200,15 +200,11 @@ class SwapSpace:
         for block in found:
             if block < 0:
                 host_block, block = -1 - block, next(fresh)
-                self._bring_in(BlockCopy(table.sequence_id, number, host_block, block))
+                self.pools[number].acquire(host_block)
+                self.arrivals.add(table.sequence_id, (number, host_block, block))
                 self._stats.host_hits_total += not is_swapped
             block_ids.append(block)
         return block_ids
-
-    def _bring_in(self, copy: BlockCopy) -> None:
-        """Copy a host block to a sequence's own."""
-        self.pools[copy.group].acquire(copy.source)
-        self.arrivals.add(copy)
 
     def _touch(self, group: int, name: bytes) -> bool:
         """Whether a block of that name is here; if so, it was used just now."""

@@ -14,7 +14,6 @@ from msgspec import structs
 from simulated import SimulatedExecutor
 
 from quire.kvcache import manager, prefix
-from quire.kvcache.copies import BlockCopy
 from quire.kvcache.disk import DiskTier
 from quire.kvcache.groups import KVGroup
 from quire.kvcache.manager import KVManager
@@ -253,12 +252,14 @@ def a_swap_counts_a_token_too_many(right: Callable[..., bool], space: SwapSpace,
     return right(space, table, num + (num % 4 == 1 and num + 1 < table.num_tokens))
 
 
-@plant(SwapSpace, "_bring_in")
-def a_block_is_brought_to_its_neighbours_place(right: Callable[..., None], space: SwapSpace, copy: BlockCopy) -> None:
+@plant(SwapSpace, "bring_in")
+def a_block_is_brought_to_its_neighbours_place(
+    right: Callable[..., list[int]], space: SwapSpace, table: BlockTable, number: int, found: list[int], *args: Any
+) -> list[int]:
     """The wrong one of two host blocks is copied back."""
-    copies = space.arrivals._copies
-    other = copies[-1].source if copies and copies[-1].group == copy.group else copy.source
-    right(space, copy._replace(source=other))
+    on_host = [block for block in found if block < 0]
+    wrong = dict(zip(on_host[1:], on_host, strict=False))
+    return right(space, table, number, [wrong.get(block, block) for block in found], *args)
 
 
 @plant(SwapSpace, "end_plan")
