@@ -27,6 +27,7 @@ class DraftedSequence:
         shares: its tokens may help others: its request has no cache salt.
         greedy: its tokens are the likeliest ones, and not drawn.
         max_drafts: most drafts of it for the next step, >= 1.
+        plain_state: how what drafts draws for it, once that is worked out (`quire.worker.drafting.drafting_state`).
         memory: what the proposer keeps of it, which goes with the row; None at first.
         acceptance: likewise of `quire.speculative.pace.Pace`.
         num_before: tokens that it had when the newest drafts were proposed.
@@ -40,6 +41,7 @@ class DraftedSequence:
     shares: bool = True
     greedy: bool = True
     max_drafts: int = 0
+    plain_state: SamplingState | None = None
     memory: Any = None
     acceptance: Any = None
     num_before: int = 0

@@ -69,9 +69,8 @@ class NgramProposer(Proposer):
     def propose(self, rows: Sequence[DraftedSequence], hidden: Tensor) -> Sequence[Sequence[int]]:
         drafts = []
         for row in rows:
-            index: NgramIndex | None = row.memory
-            if index is None:
-                index = row.memory = NgramIndex(self._least, self._most)
+            index: NgramIndex = row.memory or NgramIndex(self._least, self._most)
+            row.memory = index
             tokens = row.tokens
             index.extend(tokens.ids[len(index.token_ids) : tokens.num].tolist())
             drafts.append(index.lookup(row.max_drafts))

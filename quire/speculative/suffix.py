@@ -129,9 +129,8 @@ class SuffixProposer(Proposer):
             self._past.append(token_id)
 
     def _drafts(self, row: DraftedSequence) -> list[int]:
-        memory: _Memory | None = row.memory
-        if memory is None:
-            memory = row.memory = _Memory()
+        memory: _Memory = row.memory or _Memory()
+        row.memory = memory
         tokens, own, past = row.tokens, memory.own, self._past
         new = tokens.ids[len(own.token_ids) : tokens.num].tolist()
         length = end = 0

@@ -19,7 +19,6 @@ from quire.models.causal_lm import RunnableModel
 from quire.models.compiled import CompiledModel
 from quire.models.registry import CausalLM
 from quire.sampling.accept import draw_drafts
-from quire.sampling.state import SamplingState
 from quire.sampling.tokens import SequenceTokens
 from quire.sampling.waves import sample_ahead
 from quire.speculative.base import DraftedSequence, Proposer
@@ -59,15 +58,13 @@ class DraftModel(Drafter):
 
 @dataclass(slots=True)
 class Reader:
-    """How far the draft model has read a sequence, and how it draws for it.
+    """How far the draft model has read a sequence.
 
     Attributes:
-        state: of the sampler, without what looks back.
         num_read: tokens whose keys and values are in its caches.
         drafted: the last of them, from its newest drafts.
     """
 
-    state: SamplingState
     num_read: int = 0
     drafted: list[int] = field(default_factory=list)
 
@@ -90,7 +87,8 @@ class DraftModelProposer(Proposer):
     def __init__(self, draft: DraftModel, table: RowTable, caches: list[Tensor]) -> None:
         config, model = draft.speculative, draft.timed
         self.max_drafts, self._max_tokens = config.num_speculative_tokens, draft.config.max_num_batched_tokens
-        self._is_greedy, self._draws_apart = config.acceptance == "typical", config.acceptance == "rejection"
+        self._sharpness = math.inf if config.acceptance == "typical" else 1.0
+        self._draws_apart = config.acceptance == "rejection"
         self.from_prefix = config.acceptance != "exact"
         self._device, self._model, self._table, self._caches = draft.device, model, table, caches
         self._rounds = model.rounds(caches) if isinstance(model, CompiledModel) else None
@@ -104,7 +102,8 @@ class DraftModelProposer(Proposer):
         orders: list[Order] = []
         budget = self._max_tokens
         for row in rows:
-            reader, row.probs = row.memory or self._open(row), None
+            reader: Reader = row.memory or Reader()
+            row.memory, row.probs = reader, None
             num = row.tokens.num
             start = reader.keep_right(row.tokens)
             count = min(row.max_drafts, self._table.num_slots(row.sequence_id) - num + 1)
@@ -112,7 +111,7 @@ class DraftModelProposer(Proposer):
                 continue
             if num - start <= budget:
                 budget -= num - start
-                orders.append(Order(row, reader.state, start, num, count))
+                orders.append(Order(row, drafting_state(row, self._sharpness), start, num, count))
             elif budget == self._max_tokens:  # it will take several steps
                 self._compute([row], [start], [budget])
                 reader.num_read += budget
@@ -131,7 +130,9 @@ class DraftModelProposer(Proposer):
         part: list[DraftedSequence] = []
         budget = most = self._max_tokens
         for row in rows:
-            reader, num = row.memory or self._open(row), row.tokens.num
+            reader: Reader = row.memory or Reader()
+            row.memory = reader
+            num = row.tokens.num
             reader.keep_right(row.tokens)
             while num - reader.num_read > most:
                 self._compute([row], [reader.num_read], [most])
@@ -146,10 +147,6 @@ class DraftModelProposer(Proposer):
     def num_behind(self, row: DraftedSequence) -> int:
         reader: Reader | None = row.memory
         return row.tokens.num - (reader.num_read if reader is not None else 0)
-
-    def _open(self, row: DraftedSequence) -> Reader:
-        reader = row.memory = Reader(drafting_state(row, math.inf if self._is_greedy else 1.0))
-        return reader
 
     def _draft(self, orders: Sequence[Order]) -> None:
         """Read and draw, as the sampler would at those positions."""

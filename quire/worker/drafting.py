@@ -144,14 +144,17 @@ def draft_in_steps(orders: Sequence[Order], draw: DrawStep) -> None:
 def drafting_state(row: DraftedSequence, sharpness: float = 1.0) -> SamplingState:
     """What draws for a sequence as its state does, but for what looks back at tokens or reports: that is left out.
 
-    sharpness: its temperature is divided by this; `math.inf` takes what is likeliest.
+    It is made once. sharpness: its temperature is divided by this; `math.inf` takes what is likeliest.
     """
-    assert (state := row.state) is not None, "nothing says how it is drawn for"
-    temperature = state.params.temperature / sharpness
-    kept = {name: getattr(state.params, name) for name in _KEPT}
-    plain = SamplingParams(temperature=temperature if temperature >= _LEAST else 0.0, **kept)
-    seed, index = state.seed, state.sequence_index
-    return SamplingState(plain, state.tokens, seed=seed, sequence_index=index, vocab_size=state.vocab_size)
+    if row.plain_state is None:
+        assert (state := row.state) is not None, "nothing says how it is drawn for"
+        temperature = state.params.temperature / sharpness
+        kept = {name: getattr(state.params, name) for name in _KEPT}
+        plain = SamplingParams(temperature=temperature if temperature >= _LEAST else 0.0, **kept)
+        seed, index = state.seed, state.sequence_index
+        size = state.vocab_size
+        row.plain_state = SamplingState(plain, state.tokens, seed=seed, sequence_index=index, vocab_size=size)
+    return row.plain_state
 
 
 def rank_tokens(

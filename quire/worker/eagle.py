@@ -22,7 +22,6 @@ from quire.models.growing_tree import GrowingTrees
 from quire.models.heads import fill_heads, open_heads
 from quire.models.held_states import HeldStates
 from quire.models.weights import CheckpointFormat, weight_slots
-from quire.sampling.state import SamplingState
 from quire.sampling.waves import sample_ahead
 from quire.speculative.base import ComputedSpan, DraftedSequence, Proposer
 from quire.worker.devices.base import Device
@@ -74,14 +73,6 @@ class EagleModel(Drafter):
         return EagleProposer(self, table, caches)
 
 
-class _Reading(HeldStates):
-    """How far the head has read a sequence, and how it draws for it."""
-
-    def __init__(self, state: SamplingState) -> None:
-        super().__init__()
-        self.state = state
-
-
 class EagleProposer(Proposer):
     """Drafts a chain, or a tree, for all sequences at once: one token, or level, of each after another."""
 
@@ -99,7 +90,8 @@ class EagleProposer(Proposer):
         stops: list[int] = []
         most = min(_MOST_HELD, _MOST_HELD_OF_ALL // len(spans))
         for row, start, first, count, num_drafts in spans:
-            own: _Reading = row.memory or self._open(row)
+            own: HeldStates = row.memory or HeldStates()
+            row.memory = own
             part = fused[first : first + count]
             own.settle(row.tokens.ids, row.tokens.num)
             # A few rows would keep all of a large step's alive, and a device makes its next step's in the same place.
@@ -116,7 +108,7 @@ class EagleProposer(Proposer):
     def propose(self, rows: Sequence[DraftedSequence], hidden: Tensor) -> Sequence[Sequence[int]]:
         orders: list[Order] = []
         for row in rows:
-            own: _Reading | None = row.memory
+            own: HeldStates | None = row.memory
             num = row.tokens.num
             if own is None or own.end < num - 1:  # what was computed last was not read
                 continue
@@ -124,16 +116,16 @@ class EagleProposer(Proposer):
             own.cut(num - 1)
             count = min(row.max_drafts, self._table.num_slots(row.sequence_id) - num + 1)
             if count > 0:
-                orders.append(Order(row, own.state, own.num_read, num, count))
+                orders.append(Order(row, drafting_state(row), own.num_read, num, count))
         return drafts_of(rows, orders, self._draft)
 
     def num_behind(self, row: DraftedSequence) -> int:
-        own: _Reading | None = row.memory
+        own: HeldStates | None = row.memory
         return row.tokens.num - own.num_read if own is not None else 0
 
     def forget(self, row: DraftedSequence) -> None:
         """Read what was held of one that was drafted for, as its blocks may serve others."""
-        own: _Reading | None = row.memory
+        own: HeldStates | None = row.memory
         if own is None or own.num_read == own.first:
             return
         own.settle(row.tokens.ids, row.tokens.num)
@@ -142,15 +134,11 @@ class EagleProposer(Proposer):
 
     def _read(self, rows: Sequence[DraftedSequence], stops: Sequence[int]) -> None:
         """Read the tokens up to positions `stops`."""
-        reading: list[_Reading] = [row.memory for row in rows]
+        reading: list[HeldStates] = [row.memory for row in rows]
         starts = [own.num_read for own in reading]
         counts = [stop - start for start, stop in zip(starts, stops, strict=True)]
         hidden = torch.cat([part for own, stop in zip(reading, stops, strict=True) for part in own.take(stop)])
         self._run(rows, starts, counts, hidden)
-
-    def _open(self, row: DraftedSequence) -> _Reading:
-        found = row.memory = _Reading(drafting_state(row))
-        return found
 
     def _draft(self, orders: Sequence[Order]) -> None:
         """Read with the hidden states before, then draw as the sampler would.

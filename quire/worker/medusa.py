@@ -17,7 +17,6 @@ from quire.models.causal_lm import CausalLM, RunnableModel
 from quire.models.heads import fill_heads, open_heads
 from quire.models.medusa import MedusaHeads, MedusaLogits, read_heads, read_token_map
 from quire.ops.native.library import Target
-from quire.sampling.state import SamplingState
 from quire.sampling.waves import sample_ahead
 from quire.speculative.base import DraftedSequence, Proposer
 from quire.worker.devices.base import Device
@@ -86,7 +85,7 @@ class MedusaProposer(Proposer):
     def propose(self, rows: Sequence[DraftedSequence], hidden: Tensor) -> Sequence[Sequence[int]]:
         nodes = self._nodes[: max(row.max_drafts for row in rows)]
         num_heads = nodes[-1][0] + 1
-        states = [state for state in map(self._state, rows) for _ in range(num_heads)]
+        states = [drafting_state(row, self._sharpness) for row in rows for _ in range(num_heads)]
         logits = self._logits(hidden, num_heads)
         if self._tree is not None:
             ranked = rank_tokens(self._target, logits, states, [1 + max(choice for _, choice in nodes)] * len(states))
@@ -100,8 +99,3 @@ class MedusaProposer(Proposer):
             there = takewhile(lambda node, found=found: node[1] < len(found[node[0]]), nodes[: row.max_drafts])
             drafts.append([found[head][choice] for head, choice in there])
         return drafts
-
-    def _state(self, row: DraftedSequence) -> SamplingState:
-        if row.memory is None:
-            row.memory = drafting_state(row, self._sharpness)
-        return row.memory

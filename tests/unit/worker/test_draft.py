@@ -2,8 +2,6 @@
 
 import pytest
 
-from quire import SamplingParams
-from quire.sampling.state import SamplingState
 from quire.sampling.tokens import SequenceTokens
 from quire.worker.draft import Reader
 
@@ -21,8 +19,7 @@ from quire.worker.draft import Reader
 )
 def test_only_what_became_a_token_counts_as_read(became: list[int], right: int) -> None:
     tokens = SequenceTokens.of([1, 2, 3], [4], 20)
-    state = SamplingState(SamplingParams(), tokens, seed=0, sequence_index=0, vocab_size=50)
-    reader = Reader(state, num_read=4 + 3, drafted=[7, 8, 9])
+    reader = Reader(num_read=4 + 3, drafted=[7, 8, 9])
     for token_id in became:
         tokens.append(token_id)
     assert reader.keep_right(tokens) == 4 + right

@@ -11,6 +11,7 @@ from quire.sampling.state import SamplingState
 from quire.sampling.tokens import SequenceTokens
 from quire.sampling_params import SamplingParams
 from quire.speculative.base import DraftedSequence
+from quire.worker.drafting import drafting_state
 from quire.worker.medusa import MedusaProposer
 
 VOCAB_SIZE = 128
@@ -44,7 +45,7 @@ def hidden_of(rows: Sequence[DraftedSequence]) -> Tensor:
 
 
 def temperature(row: DraftedSequence) -> float:
-    return row.memory.params.temperature
+    return drafting_state(row).params.temperature
 
 
 def config(**options: Any) -> SpeculativeConfig:
@@ -63,10 +64,10 @@ def test_each_sequence_gets_as_many_as_it_may_have() -> None:
     rows = [row(0, 3), row(1, 3), row(2, 1)]
     assert proposer.propose(rows, hidden_of(rows)) == [[0, 1, 2], [10], [20]]
     assert heads.calls == [(3, 3)]
-    rows[0].max_drafts, kept = 1, rows[0].memory
+    rows[0].max_drafts, kept = 1, rows[0].plain_state
     assert proposer.propose(rows[:1], hidden_of(rows[:1])) == [[0]]
     assert heads.calls[1:] == [(1, 1)]
-    assert rows[0].memory is kept  # made once for each sequence
+    assert rows[0].plain_state is kept is not None  # made once for each sequence
     assert temperature(rows[0]) == 0.25  # sharper than the request's
 
 
