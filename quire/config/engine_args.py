@@ -16,7 +16,7 @@ from quire.config.kv_events import KVEventsConfig
 from quire.config.model import ModelConfig
 from quire.config.options import check_options, option, option_of, read_options
 from quire.config.quantized import KeptMethod, MadeMethod, check_method
-from quire.config.scheduler import POLICY_OPTIONS, PolicyOptions, SchedulerConfig
+from quire.config.scheduler import POLICY_OPTIONS, PolicyName, PolicyOptions, SchedulerConfig
 from quire.config.speculative import CACHED_METHODS, EAGLE_METHODS, HEAD_METHODS, SpeculativeConfig, check_draft_model
 from quire.errors import ConfigError, InvalidRequestError, ModelLoadError, NotYetSupportedError
 from quire.sampling_params import GENERATION_KEYS, SamplingParams
@@ -101,7 +101,7 @@ class EngineArgs:
     """Most tokens of one prompt in a step, so that several prompts share it; 0: no limit."""
     enable_prefix_caching: bool = option(True)
     """Keep the KV blocks of finished prompts for requests that begin alike."""
-    scheduling_policy: Literal["fcfs", "priority", "fair", "shortest", "deadline"] = option("fcfs")
+    scheduling_policy: PolicyName = option("fcfs")
     """Who comes first: first come first served; each request's priority (lower runs first); a fair share for each
     client; shortest first, aged; or by targets for the first and for each further token."""
     fair_input_weight: float = option_of(PolicyOptions, "fair_input_weight")

@@ -4,30 +4,32 @@ Resolved by the engine from its arguments, read by `quire.scheduler`. It holds n
 """
 
 from dataclasses import dataclass, fields
-from typing import Any
+from typing import Any, Literal, get_args
 
 from quire.config.draft_tree import DraftTree
 from quire.config.options import check_number, check_options, option
 from quire.errors import ConfigError
 
+PolicyName = Literal["fcfs", "priority", "fair", "shortest", "deadline"]
+
 
 @dataclass(frozen=True)
 class PolicyOptions:
-    """What policies can be told; `quire.config.engine_args.EngineArgs` has options of the same names.
+    """What policies can be told, each by its own options; `quire.config.engine_args.EngineArgs` has the same ones.
 
     Raises:
         ConfigError: a number is out of its range.
     """
 
-    fair_input_weight: float = option(1.0, 0)
+    fair_input_weight: float = option(1.0, 0, policy="fair")
     """Policy 'fair': what a prompt token counts that has to be computed."""
-    fair_output_weight: float = option(2.0, over=0)
+    fair_output_weight: float = option(2.0, over=0, policy="fair")
     """Policy 'fair': what an output token counts."""
-    ageing_rate: float = option(100.0, over=0)
+    ageing_rate: float = option(100.0, over=0, policy="shortest")
     """Policy 'shortest': tokens that a request seems shorter by for each second that it has waited."""
-    ttft_target: float | None = option(None, over=0)
+    ttft_target: float | None = option(None, over=0, policy="deadline")
     """Policy 'deadline': seconds in which the first token is to come, for requests that don't say."""
-    tpot_target: float | None = option(None, over=0)
+    tpot_target: float | None = option(None, over=0, policy="deadline")
     """Policy 'deadline': most seconds between tokens, for requests that don't say."""
 
     def __post_init__(self) -> None:
@@ -35,18 +37,12 @@ class PolicyOptions:
 
     def of(self, policy: str) -> dict[str, Any]:
         """Those that a policy reads."""
-        return {name: getattr(self, name) for name in OPTIONS_OF.get(policy, ())}
+        return {field.name: getattr(self, field.name) for field in fields(self) if field.metadata["policy"] == policy}
 
 
 POLICY_OPTIONS = tuple(field.name for field in fields(PolicyOptions))
 # Each policy's options, by the policy's name.
-OPTIONS_OF: dict[str, tuple[str, ...]] = {
-    "fcfs": (),
-    "priority": (),
-    "fair": ("fair_input_weight", "fair_output_weight"),
-    "shortest": ("ageing_rate",),
-    "deadline": ("ttft_target", "tpot_target"),
-}
+OPTIONS_OF = {policy: tuple(PolicyOptions().of(policy)) for policy in get_args(PolicyName)}
 
 
 def check_policy_options(policy: str, options: PolicyOptions) -> None:
@@ -54,8 +50,8 @@ def check_policy_options(policy: str, options: PolicyOptions) -> None:
     if policy not in tuple(OPTIONS_OF):
         raise ConfigError(f"policy must be one of {', '.join(map(repr, OPTIONS_OF))}, got {str(policy)[:80]!r}.")
     for field in fields(options):
-        if getattr(options, field.name) != field.default and field.name not in OPTIONS_OF[policy]:
-            owner = next(name for name, own in OPTIONS_OF.items() if field.name in own)
+        owner = field.metadata["policy"]
+        if getattr(options, field.name) != field.default and owner != policy:
             raise ConfigError(
                 f"{field.name}={getattr(options, field.name)!r} is for the policy {owner!r}, and the policy is "
                 f"{policy!r}; leave it out, or choose that one."
