@@ -4,6 +4,8 @@ The KV manager keeps one `KVGroup` for each group of the layout. A group of full
 blocks; a windowed one takes them as it goes and frees those that no query to come can touch. Knows no tokens or names.
 """
 
+from collections import Counter
+
 from quire.kvcache.pool import BlockPool
 from quire.kvcache.residency import Residency, ResidencyTimes
 from quire.kvcache.table import NEVER
@@ -23,13 +25,13 @@ class KVGroup:
         pool: the group's blocks.
         window: tokens that a query sees, itself included; None: all before it.
         block_size: tokens in a block.
-        num_pinned: blocks that no sequence can have, see `Pins`.
+        pinned: blocks that no sequence can have, and how many pins have each; see `Pins`.
     """
 
     def __init__(self, num_blocks: int, block_size: int, window: int | None, times: ResidencyTimes | None) -> None:
         self.pool = BlockPool(num_blocks, Residency(times) if times is not None else None)
         self.window, self.block_size = window, block_size
-        self.num_pinned = 0
+        self.pinned = Counter[int]()
 
     def first_visible(self, num_computed_tokens: int) -> int:
         """Index of the first block that a query at position num_computed_tokens, or a later one, may touch."""
@@ -50,7 +52,7 @@ class KVGroup:
 
     def max_tokens(self) -> int:
         """Tokens of the longest sequence that can run here by itself."""
-        num_tokens = (self.pool.num_blocks - self.num_pinned) * self.block_size
+        num_tokens = (self.pool.num_blocks - len(self.pinned)) * self.block_size
         # Beyond what a window shows, the next token at least must have a place.
         if self.window is not None and num_tokens > window_reach(self.window, self.block_size):
             return NEVER

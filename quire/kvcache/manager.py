@@ -6,6 +6,7 @@ policy.
 """
 
 import sys
+from collections import Counter
 from collections.abc import Sequence
 
 from quire.kvcache.copies import PlannedCopies
@@ -102,7 +103,7 @@ class KVManager:
             if group.window is not None:  # none is shared for long; one block more for the step's token
                 num_full = 0
                 num_held = min(num_each, self.num_blocks_for(window_reach(group.window, self.block_size)) + 1)
-            found.append((num_full + num_sequences * num_held, group.pool.num_blocks - group.num_pinned))
+            found.append((num_full + num_sequences * num_held, group.pool.num_blocks - len(group.pinned)))
         return max(found, key=lambda numbers: numbers[0] - numbers[1])
 
     # Sequences come.
@@ -352,9 +353,8 @@ class KVManager:
 
     def _check_group(self, number: int, group: KVGroup) -> None:
         group.pool.check_integrity()
-        owners = self.pins.owners(number)
+        owners = Counter(group.pinned)
         assert all(map(group.pool.is_registered, owners)), "a block is pinned, and nobody can find it"
-        assert group.num_pinned == len(owners), "pinned blocks are miscounted"
         for table in self._tables.values():
             where = f"of sequence {table.sequence_id}"
             first, num_known = table.first_block[number], max(table.num_committed, table.num_found)

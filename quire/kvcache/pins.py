@@ -26,7 +26,7 @@ class Pins:
     @property
     def num_blocks(self) -> list[int]:
         """By group: blocks that are pinned."""
-        return [group.num_pinned for group in self._groups]
+        return [len(group.pinned) for group in self._groups]
 
     def add(self, name: str, token_ids: list[int], cache_salt: str | None = None) -> PinnedPrefix:
         """Keep a prompt's full blocks, all of which must be cached, until they are unpinned or everything is forgotten.
@@ -43,7 +43,7 @@ class Pins:
         for group, blocks in zip(self._groups, block_ids, strict=True):
             for block in blocks:
                 group.pool.acquire(block)
-        self._count()
+            group.pinned.update(blocks)
         try:
             self._check_room()
         except InvalidRequestError:
@@ -58,7 +58,7 @@ class Pins:
         _, block_ids = self._pinned.pop(name)
         for group, blocks in zip(self._groups, block_ids, strict=True):
             group.pool.release_all(blocks)
-        self._count()
+            group.pinned -= Counter(blocks)
         return True
 
     def remove_all(self) -> None:
@@ -69,10 +69,6 @@ class Pins:
     def listed(self) -> list[PinnedPrefix]:
         """All of them, in the order in which they were pinned."""
         return [prefix for prefix, _ in self._pinned.values()]
-
-    def owners(self, group: int) -> Counter[int]:
-        """The pinned blocks of a group, and how many pins have each."""
-        return Counter(block for _, block_ids in self._pinned.values() for block in block_ids[group])
 
     def _find(self, token_ids: list[int], cache_salt: str | None) -> tuple[list[list[int]], int]:
         """The cached blocks of a prompt by group, and how many of its tokens they are for."""
@@ -94,21 +90,17 @@ class Pins:
 
     def _check_room(self) -> None:
         for group in self._groups:
-            most = int(group.pool.num_blocks * MOST_PINNED)
-            if group.num_pinned > most:
+            most, num_pinned = int(group.pool.num_blocks * MOST_PINNED), len(group.pinned)
+            if num_pinned > most:
                 raise InvalidRequestError(
-                    f"with this prefix {group.num_pinned} of {group.pool.num_blocks} KV blocks would be pinned, and at "
+                    f"with this prefix {num_pinned} of {group.pool.num_blocks} KV blocks would be pinned, and at "
                     f"most {most} may be; unpin another one, or pin a shorter one.",
                     "prompt",
                 )
             if group.max_tokens() < self._longest:
                 raise InvalidRequestError(
-                    f"with {group.num_pinned} of {group.pool.num_blocks} KV blocks pinned, a request of "
+                    f"with {num_pinned} of {group.pool.num_blocks} KV blocks pinned, a request of "
                     f"{self._longest} tokens could not run any more; lower max_model_len, give the KV cache more "
                     "memory, or pin a shorter prefix.",
                     "prompt",
                 )
-
-    def _count(self) -> None:
-        for number, group in enumerate(self._groups):
-            group.num_pinned = len(self.owners(number))

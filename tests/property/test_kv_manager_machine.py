@@ -240,7 +240,7 @@ class KVManagerMachine(RuleBasedStateMachine):
         self.kv.check_integrity()
         for group, num_blocks in enumerate(self.kv.num_blocks):
             held = {block for twin in self.live for block in self._held(twin.table, group)}
-            assert self.kv.num_free_blocks[group] == num_blocks - len(held | self.kv.pins.owners(group).keys())
+            assert self.kv.num_free_blocks[group] == num_blocks - len(held | self.kv._groups[group].pinned.keys())
         for tokens, salt in self.pinned.values():
             reader = self.kv.open(-1, [*tokens, 0], [], salt)
             assert self.kv.match_prefix(reader).num_tokens == len(tokens), "a pinned prefix was evicted"
