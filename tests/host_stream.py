@@ -98,7 +98,7 @@ class LateSampler:
         self, logits: Tensor, rows: Sequence[int], positions: Sequence[int], masks: Sequence[Mask | None] | None = None
     ) -> "LateDrawing":
         states = [self._states[row] for row in rows]
-        assert [state.position for state in states] == list(positions), "a row is drawn for another position"
+        assert [state.tokens.position for state in states] == list(positions), "a row is drawn for another position"
         draws = [Draw(state, i, mask=masks[i] if masks else None) for i, state in enumerate(states)]
         output = sample(logits, draws)
         for row, state, token_ids in zip(rows, states, output.token_ids, strict=True):

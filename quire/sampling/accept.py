@@ -51,7 +51,7 @@ def judge_lanes(logits: Tensor, lanes: Sequence[Lane], rule: Rule, target: Targe
     refused: list[Lane] = []
     without = [lane for lane in lanes if _judge(logits, lane, rule, refused)]
     # The first token of all is just drawn: a draft model need not have read the prompt by then.
-    if rule.ask is not None and (due := [lane for lane in without if lane.state.position]):
+    if rule.ask is not None and (due := [lane for lane in without if lane.state.tokens.position]):
         rule.ask(due)
         without = [lane for lane in without if _judge(logits, lane, rule, refused)]
     _draw(logits, refused + without, target)
@@ -76,7 +76,7 @@ def draw_drafts(
         if not state.greedy:
             with suppress(RowError):
                 weights = row_weights(logits, Draw(state, i))
-                bits = random_bits(state.seed, state.sequence_index, state.position + ahead, DRAFT)
+                bits = random_bits(state.seed, state.sequence_index, state.tokens.position + ahead, DRAFT)
                 token_ids[i], probs[i] = DrawTable(None, weights).pick(bits), _probs(weights)
     if greedy := [i for i, state in enumerate(states) if state.greedy]:
         output = sample(logits, [Draw(states[i], i) for i in greedy], target)
@@ -119,7 +119,7 @@ def _judge(logits: Tensor, lane: Lane, rule: Rule, refused: list[Lane]) -> bool:
 
 def _accept_or_recover(weights: Weights, draft_id: int, drawn_from: Probs | None, state: SamplingState) -> int:
     """The draft with min(1, p/q), else a token of the normalized positive part of p - q."""
-    key = state.seed, state.sequence_index, state.position
+    key = state.seed, state.sequence_index, state.tokens.position
     if drawn_from is None:  # a certain draft
         drawn_from = np.zeros(len(weights))
         drawn_from[draft_id] = 1.0

@@ -162,7 +162,7 @@ def draw_chains(target: Target, logits: Tensor, lanes: Sequence[Lane]) -> list[l
     if lanes[-1].first_row + lanes[-1].num_drafts >= logits.shape[0]:
         raise ValueError(f"drafts have more rows than the {logits.shape[0]} of the logits")
     records, rows = b"".join([fixed_record(lane.state) for lane in lanes]), [lane.first_row for lane in lanes]
-    call = SampleCall(records, rows, [lane.state.position for lane in lanes], first)
+    call = SampleCall(records, rows, [lane.state.tokens.position for lane in lanes], first)
     call.give(token_ids)
     if [lane for lane in lanes if lane.masks]:
         places = [(lane, place) for lane in lanes for place in range(1 + lane.num_drafts)]
@@ -194,7 +194,7 @@ def _current(state: SamplingState, mask: Mask | None = None) -> bytes | bytearra
     """The record of a row, new or brought up to date."""
     if (live := state.live_record) is None:
         record = _pack(state)
-        lasts = state.counts is None and not state.bad_sequences and state.position >= state.min_tokens
+        lasts = state.counts is None and not state.bad_sequences and state.tokens.position >= state.min_tokens
         if lasts and state.num_logprobs is None:
             state.record = record
             return record
@@ -228,7 +228,7 @@ def _pack(state: SamplingState) -> bytes:
         *_list(state.allowed_token_ids),
         *_list(state.bad_token_ids),
         *_list(None),  # completing, seen: by _current
-        *_list(state.stop_token_ids if state.position < state.min_tokens else None),
+        *_list(state.stop_token_ids if state.tokens.position < state.min_tokens else None),
         *_list(state.bias_ids),
         state.biases.ctypes.data,
         *(0, 0, 0),

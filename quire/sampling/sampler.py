@@ -161,7 +161,7 @@ def _sample_in_numpy(logits: Tensor, what: Draw) -> list[int]:
     table, mass = candidates(processed, maximum, *state.choice)
     tokens: list[int] = []
     for index in range(state.sequence_index, state.sequence_index + what.num_samples):
-        bits = partial(random_bits, state.seed, index, state.position + what.ahead)
+        bits = partial(random_bits, state.seed, index, state.tokens.position + what.ahead)
         tokens.append(select.draw(table, mass, processed, bits))
     return tokens
 

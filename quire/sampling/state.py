@@ -145,21 +145,16 @@ class SamplingState:
         self.completing: Ids | None = None  # what that points to
 
     @property
-    def position(self) -> int:
-        """Index in the output of the token to be drawn next."""
-        return self.tokens.num - self.tokens.num_prompt
-
-    @property
     def processes(self) -> bool:
         """Whether the logits need anything done before the choice (min_tokens ends; the rest lasts)."""
-        return self._always_processes or self.position < self.min_tokens
+        return self._always_processes or self.tokens.position < self.min_tokens
 
     def bars_stops(self, mask: Mask | None, position: int | None = None) -> bool:
         """Whether tokens that stop may not come yet: before min_tokens, unless a grammar allows nothing else.
 
         `position` is that of the token to be drawn, the sequence's next where it is None.
         """
-        if self.stop_token_ids is None or (self.position if position is None else position) >= self.min_tokens:
+        if self.stop_token_ids is None or (self.tokens.position if position is None else position) >= self.min_tokens:
             return False
         if mask is None:
             return True

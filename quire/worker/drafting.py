@@ -111,7 +111,7 @@ def draft_natively(rounds: Rounds, table: RowTable, orders: Sequence[Order], hid
     rows: list[int] = []
     for order in orders:
         index = table.rows[order.row.sequence_id].index
-        rows += index, order.start, order.stop, order.num_drafts, order.state.position
+        rows += index, order.start, order.stop, order.num_drafts, order.state.tokens.position
     records = b"".join([fixed_record(order.state) for order in orders])
     num_tokens, most = sum([order.stop - order.start for order in orders]), orders[0].num_drafts
     tables = table.token_ids, table.block_tables

@@ -103,7 +103,7 @@ def mutate_recovered(patch: pytest.MonkeyPatch) -> None:
 
     def wrong(weights: Any, draft_id: int, drawn_from: Any, state: SamplingState) -> int:
         found = true(weights, draft_id, drawn_from, state)
-        bits = accept.random_bits(state.seed, 0, state.position, accept.RECOVER)
+        bits = accept.random_bits(state.seed, 0, state.tokens.position, accept.RECOVER)
         return found if found == draft_id else accept.DrawTable(None, weights).pick(bits)
 
     patch.setattr(accept, "_accept_or_recover", wrong)

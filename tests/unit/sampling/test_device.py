@@ -132,7 +132,7 @@ def compare(seed: int, vocab: int, dtype: torch.dtype, num_rows: int, num_steps:
     for row, state in zip(rows, states, strict=True):
         assert drawer.can_draw(state)
         drawer.assign(row, state)
-    starts = [state.position for state in states]
+    starts = [state.tokens.position for state in states]
     batches = [
         torch.from_numpy(np.stack([random_row(generator, vocab) for _ in states])).to(dtype) for _ in range(num_steps)
     ]
@@ -165,7 +165,7 @@ def normal_logits(num_rows: int, vocab: int, scale: float = 2.0) -> Tensor:
 def draw_all(drawer: DeviceSampler, logits: Tensor, states: list[SamplingState]) -> SamplerOutput:
     for row, state in enumerate(states):
         drawer.assign(row, state)
-    return drawer.launch(logits.to(DEVICE), range(len(states)), [state.position for state in states]).wait()
+    return drawer.launch(logits.to(DEVICE), range(len(states)), [state.tokens.position for state in states]).wait()
 
 
 seeds = st.integers(0, 2**32)
@@ -308,7 +308,7 @@ def test_rows_and_their_counts_pass_to_other_sequences() -> None:
         for row, state in enumerate(states):
             drawer.assign(row, state)
         for _ in range(2):
-            found = drawer.launch(logits.to(DEVICE), range(num_rows), [s.position for s in states]).wait()
+            found = drawer.launch(logits.to(DEVICE), range(num_rows), [s.tokens.position for s in states]).wait()
             assert found == on_host(logits, states)
             for state, token_ids in zip(states, found.token_ids, strict=True):
                 state.tokens.append(token_ids[0])
