@@ -31,12 +31,6 @@ class SequenceTokens:
         self.num = num
         self.num_drafts = 0
 
-    @classmethod
-    def of(cls, prompt: Sequence[int], output: Sequence[int] = (), room: int = 0) -> "SequenceTokens":
-        """Tokens in a row of their own, with room for more."""
-        ids = np.array([*prompt, *output, *[0] * room], np.int32)
-        return cls(ids, len(prompt), len(prompt) + len(output))
-
     @property
     def position(self) -> int:
         """Index in the output of the token to be drawn next."""

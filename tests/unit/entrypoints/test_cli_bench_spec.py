@@ -10,8 +10,8 @@ import torch
 from quire.entrypoints.cli.main import main
 from quire.entrypoints.cli.speculation.plot import Figures, render
 from quire.entrypoints.cli.speculation.replay import ReplayProposer
-from quire.sampling.tokens import SequenceTokens
 from quire.speculative.base import DraftedSequence
+from tests.tokens import tokens_of
 
 SMALL = ["--max-model-len", "256", "--num-kv-blocks", "64", "--rounds", "1", "--output-len", "24"]
 
@@ -96,9 +96,7 @@ def test_a_model_that_drafts_and_is_not_there_is_named(capsys: pytest.CaptureFix
 def test_replayed_drafts_are_right_at_their_rate() -> None:
     known = {(1, 2): [i % 50 for i in range(4000)], (3,): [7] * 4000}
     proposer = ReplayProposer(4, 0.7, 50, known)
-    rows = [
-        DraftedSequence(i, SequenceTokens.of(prompt, known[prompt][:9]), max_drafts=4) for i, prompt in enumerate(known)
-    ]
+    rows = [DraftedSequence(i, tokens_of(prompt, known[prompt][:9]), max_drafts=4) for i, prompt in enumerate(known)]
     rows[1].max_drafts = 2
     first, second = proposer.propose(rows, torch.empty(0))
     assert (len(first), len(second)) == (4, 2)

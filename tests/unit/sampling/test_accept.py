@@ -17,8 +17,8 @@ from quire.sampling.lanes import Draw, Lane
 from quire.sampling.logprobs import prompt_logprobs
 from quire.sampling.sampler import sample
 from quire.sampling.state import SamplingState
-from quire.sampling.tokens import SequenceTokens
 from quire.sampling_params import SamplingParams
+from tests.tokens import tokens_of
 
 V = 24
 KINDS: list[dict[str, Any]] = [
@@ -37,7 +37,7 @@ def lane_of(
     params: SamplingParams, seed: int, first_row: int = 0, drafts: Sequence[int] = (), computed: int = -1
 ) -> Lane:
     """One with the output [5, 5, 7] so far."""
-    tokens = SequenceTokens.of([1, 2], [5, 5, 7], room=12)
+    tokens = tokens_of([1, 2], [5, 5, 7], room=12)
     tokens.set_drafts(list(drafts))
     state = SamplingState(params, tokens, seed=seed, sequence_index=0, vocab_size=V)
     return Lane(state, first_row, num_drafts=len(drafts) if computed < 0 else computed)

@@ -29,8 +29,8 @@ from quire.sampling.state import (  # noqa: E402
     SamplingState,
     masks_of,
 )
-from quire.sampling.tokens import SequenceTokens  # noqa: E402
 from quire.sampling_params import SamplingParams  # noqa: E402
+from tests.tokens import tokens_of  # noqa: E402
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:overflow encountered"),  # numpy's, of logits near the largest float
@@ -101,7 +101,7 @@ def random_state(generator: np.random.Generator, vocab: int, room: int) -> Sampl
     parameters["allowed_token_ids"] = sometimes(ids(60))
     return SamplingState(
         SamplingParams(max_tokens=100, **parameters),
-        SequenceTokens.of(ids(80), ids(40)[1:], room=room),
+        tokens_of(ids(80), ids(40)[1:], room=room),
         seed=int(generator.integers(2**63)) * int(generator.choice([1, -1, 2])),
         sequence_index=int(generator.integers(2 ** int(generator.integers(1, 60)))),
         vocab_size=vocab,
@@ -154,7 +154,7 @@ def compare(seed: int, vocab: int, dtype: torch.dtype, num_rows: int, num_steps:
 
 
 def simple_state(vocab: int, seed: int = 0, **params: Any) -> SamplingState:
-    tokens = SequenceTokens.of([1, 2, 2], [3], room=50)
+    tokens = tokens_of([1, 2, 2], [3], room=50)
     return SamplingState(SamplingParams(**params), tokens, seed=seed, sequence_index=0, vocab_size=vocab)
 
 
@@ -324,7 +324,7 @@ def test_what_looks_back_or_lists_all_is_left_to_the_host() -> None:
     assert not can(logprobs=1025)
     assert not can(logits_processors=[lambda ids, logits: logits])
     word = SamplingState(
-        SamplingParams(), SequenceTokens.of([1]), seed=0, sequence_index=0, vocab_size=9, bad_words_token_ids=[[1, 2]]
+        SamplingParams(), tokens_of([1]), seed=0, sequence_index=0, vocab_size=9, bad_words_token_ids=[[1, 2]]
     )
     assert not DeviceSampler.can_draw(word)
 

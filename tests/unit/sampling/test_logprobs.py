@@ -13,8 +13,8 @@ from quire.sampling.lanes import Draw
 from quire.sampling.logprobs import prompt_logprobs
 from quire.sampling.sampler import SamplerOutput, rank
 from quire.sampling.state import SamplingState
-from quire.sampling.tokens import SequenceTokens
 from quire.sampling_params import SamplingParams
+from tests.tokens import tokens_of
 
 
 def sample(logits, states, num_samples) -> SamplerOutput:
@@ -22,9 +22,7 @@ def sample(logits, states, num_samples) -> SamplerOutput:
 
 
 def make_state(vocab: int, seed: int = 7, **params) -> SamplingState:
-    return SamplingState(
-        SamplingParams(**params), SequenceTokens.of([1, 2]), seed=seed, sequence_index=0, vocab_size=vocab
-    )
+    return SamplingState(SamplingParams(**params), tokens_of([1, 2]), seed=seed, sequence_index=0, vocab_size=vocab)
 
 
 def make_logits(num_rows: int, vocab: int, dtype: torch.dtype = torch.float32) -> Tensor:
@@ -115,9 +113,7 @@ def test_the_compiled_sampler_ranks_alike(dtype: torch.dtype, monkeypatch: pytes
     logits[3, 9] = math.nan
     logits[4, :] = -math.inf
     params = [SamplingParams(temperature=0, allowed_token_ids=[5, 9, 40] if i == 5 else None) for i in range(6)]
-    states = [
-        SamplingState(one, SequenceTokens.of([1], room=4), seed=0, sequence_index=0, vocab_size=300) for one in params
-    ]
+    states = [SamplingState(one, tokens_of([1], room=4), seed=0, sequence_index=0, vocab_size=300) for one in params]
     rows = [[0, 1, 2, 3, 4, 5], [5, 3, 0], [1]]
     draws = [[Draw(states[i], i, num) for i, num in zip(some, [8, 3, 12, 1, 4, 6], strict=False)] for some in rows]
     found = [rank(logits, one) for one in draws]

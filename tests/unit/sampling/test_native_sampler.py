@@ -16,8 +16,8 @@ from quire.sampling.lanes import Draw
 from quire.sampling.logprobs import prompt_logprobs
 from quire.sampling.sampler import SamplerOutput
 from quire.sampling.state import SamplingState, masks_of
-from quire.sampling.tokens import SequenceTokens
 from quire.sampling_params import SamplingParams
+from tests.tokens import tokens_of
 
 pytestmark = [
     pytest.mark.skipif(native.library() is None, reason="needs the compiled library"),
@@ -97,7 +97,7 @@ def random_state(generator: np.random.Generator, vocab: int) -> SamplingState:
     parameters["allowed_token_ids"] = sometimes(ids(60))
     return SamplingState(
         SamplingParams(max_tokens=100, **parameters),
-        SequenceTokens.of(ids(80), ids(40)[1:], room=3),
+        tokens_of(ids(80), ids(40)[1:], room=3),
         seed=int(generator.integers(2**63)) * int(generator.choice([1, -1, 2])),
         sequence_index=int(generator.integers(2 ** int(generator.integers(1, 60)))),
         vocab_size=vocab,
@@ -162,9 +162,7 @@ def test_masks_are_applied_alike(level, seed, vocab, dtype, num_rows) -> None:
 
 def test_a_grammar_may_end_before_min_tokens_where_nothing_else_is_left() -> None:
     params = SamplingParams(temperature=0.0, min_tokens=5, max_tokens=9)
-    state = SamplingState(
-        params, SequenceTokens.of([1], [2], 3), seed=1, sequence_index=0, vocab_size=64, stop_token_ids=[7]
-    )
+    state = SamplingState(params, tokens_of([1], [2], 3), seed=1, sequence_index=0, vocab_size=64, stop_token_ids=[7])
     logits = torch.zeros(1, 64)
     only, others = np.array([1 << 7, 0], np.uint32), np.array([1 << 7, 1 << 3], np.uint32)
     for mask, token_id in ((only, 7), (others, 35), (only, 7)):
@@ -195,17 +193,13 @@ def test_many_draws_are_equal(level: str, seed: int, vocab: int, dtype: torch.dt
     generator = np.random.default_rng(seed)
     logits = torch.from_numpy(random_logits(generator, vocab, "plain")[None]).to(dtype)
     for params in ({}, {"top_p": 0.6}, {"top_k": 9}, {"top_k": 1500, "top_p": 0.9, "min_p": 0.01}, {"min_p": 0.3}):
-        state = SamplingState(
-            SamplingParams(**params), SequenceTokens.of([]), seed=seed, sequence_index=0, vocab_size=vocab
-        )
+        state = SamplingState(SamplingParams(**params), tokens_of([]), seed=seed, sequence_index=0, vocab_size=vocab)
         assert sample(logits, [state], [200]) == in_numpy(sample, logits, [state], [200])
 
 
 def make_states(num: int, vocab: int, **params: Any) -> list[SamplingState]:
     return [
-        SamplingState(
-            SamplingParams(**params), SequenceTokens.of([1], room=1), seed=i, sequence_index=0, vocab_size=vocab
-        )
+        SamplingState(SamplingParams(**params), tokens_of([1], room=1), seed=i, sequence_index=0, vocab_size=vocab)
         for i in range(num)
     ]
 
@@ -262,7 +256,7 @@ def test_ids_outside_the_logits_and_shapes_that_do_not_fit_are_refused() -> None
 def test_a_token_each_is_what_the_sampler_draws() -> None:
     params = [SamplingParams(temperature=0.0), SamplingParams(temperature=0.9, top_p=0.8), SamplingParams(top_k=5)]
     states = [
-        SamplingState(one, SequenceTokens.of([1], room=4), seed=i, sequence_index=0, vocab_size=90)
+        SamplingState(one, tokens_of([1], room=4), seed=i, sequence_index=0, vocab_size=90)
         for i, one in enumerate(params)
     ]
     assert native.SampleCall.of_each(states) is None  # whose records nobody has made yet
@@ -279,8 +273,6 @@ def test_a_token_each_is_what_the_sampler_draws() -> None:
 
 @pytest.mark.parametrize("params", [{"logprobs": 1}, {"presence_penalty": 0.5}])
 def test_who_looks_back_or_reports_has_no_fixed_record(params: dict[str, Any]) -> None:
-    state = SamplingState(
-        SamplingParams(**params), SequenceTokens.of([1], room=4), seed=1, sequence_index=0, vocab_size=90
-    )
+    state = SamplingState(SamplingParams(**params), tokens_of([1], room=4), seed=1, sequence_index=0, vocab_size=90)
     sampler.sample(torch.zeros(1, 90), [Draw(state, 0)])
     assert native.SampleCall.of_each([state]) is None

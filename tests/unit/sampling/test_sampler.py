@@ -14,8 +14,8 @@ from quire.sampling.processing import process_logits
 from quire.sampling.sampler import SamplerOutput
 from quire.sampling.select import candidates
 from quire.sampling.state import SamplingState
-from quire.sampling.tokens import SequenceTokens
 from quire.sampling_params import SamplingParams
+from tests.tokens import tokens_of
 
 VOCAB = 60
 
@@ -29,7 +29,7 @@ def make_state(
 ) -> SamplingState:
     return SamplingState(
         SamplingParams(**params),
-        SequenceTokens.of(prompt, output, room=200),
+        tokens_of(prompt, output, room=200),
         seed=seed,
         sequence_index=index,
         vocab_size=vocab,

@@ -11,8 +11,8 @@ from quire.sampling import native
 from quire.sampling.lanes import Draw, Lane
 from quire.sampling.sampler import sample
 from quire.sampling.state import Mask, SamplingState, masks_of
-from quire.sampling.tokens import SequenceTokens
 from quire.sampling.waves import draw_lanes, sample_ahead
+from tests.tokens import tokens_of
 
 VOCAB = 50
 TREE = DraftTree.read("[(0,), (1,), (0, 0), (1, 0), (1, 1), (1, 1, 0)]")
@@ -24,7 +24,7 @@ KINDS: list[dict[str, Any]] = [
 
 
 def state_of(kind: dict[str, Any], room: int = 12) -> SamplingState:
-    tokens = SequenceTokens.of([3, 4], [5], room)
+    tokens = tokens_of([3, 4], [5], room)
     return SamplingState(SamplingParams(**kind), tokens, seed=7, sequence_index=0, vocab_size=VOCAB)
 
 

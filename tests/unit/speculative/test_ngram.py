@@ -9,9 +9,9 @@ import pytest
 import torch
 
 from quire.config.speculative import SpeculativeConfig
-from quire.sampling.tokens import SequenceTokens
 from quire.speculative.base import DraftedSequence
 from quire.speculative.ngram import NgramIndex, NgramProposer
+from tests.tokens import tokens_of
 
 
 def searched(token_ids: list[int], least: int, most: int, count: int) -> list[int]:
@@ -47,7 +47,7 @@ def test_a_step_costs_the_same_however_long_the_text_is(count_bytecodes: Callabl
 
 
 def test_the_proposer_reads_rows_as_they_grow() -> None:
-    tokens = SequenceTokens.of([5, 6, 7, 8, 5, 6], room=8)
+    tokens = tokens_of([5, 6, 7, 8, 5, 6], room=8)
     row = DraftedSequence(1, tokens, max_drafts=3)
     proposer = NgramProposer(SpeculativeConfig("ngram", prompt_lookup_min=2, prompt_lookup_max=3))
     nothing = torch.empty(0, 0)

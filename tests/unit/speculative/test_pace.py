@@ -7,10 +7,10 @@ import pytest
 
 from quire.config.draft_tree import DraftTree
 from quire.config.speculative import SpeculativeConfig
-from quire.sampling.tokens import SequenceTokens
 from quire.speculative.base import DraftedSequence
 from quire.speculative.ngram import NgramProposer
 from quire.speculative.pace import Pace, StepCosts
+from tests.tokens import tokens_of
 
 FLAT = {1: 1.0, 16: 1.0, 17: 2.0, 32: 2.0, 33: 3.0, 48: 3.0, 1008: 63.0}
 LINEAR = {1: 1.0, 2: 2.0}
@@ -18,7 +18,7 @@ FREE = StepCosts({1: 0.0, 2: 0.0})
 
 
 def rows(count: int) -> list[DraftedSequence]:
-    return [DraftedSequence(i, SequenceTokens.of([1])) for i in range(count)]
+    return [DraftedSequence(i, tokens_of([1])) for i in range(count)]
 
 
 def chosen(pace: Pace, some: list[DraftedSequence], most: int = 8) -> list[int]:
@@ -148,7 +148,7 @@ def test_what_would_have_to_be_read_first_is_weighed() -> None:
     proposer.num_missed = 4000
     pace.choose([row], 1, 4, proposer)
     assert row.max_drafts == 0
-    row.tokens = SequenceTokens.of([1], [1] * 2000)  # who has gone on for long may go on for as long
+    row.tokens = tokens_of([1], [1] * 2000)  # who has gone on for long may go on for as long
     pace.choose([row], 1, 4, proposer)
     assert row.max_drafts > 0
 

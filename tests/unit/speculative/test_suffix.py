@@ -6,9 +6,9 @@ import pytest
 import torch
 
 from quire.config.speculative import SpeculativeConfig
-from quire.sampling.tokens import SequenceTokens
 from quire.speculative.base import DraftedSequence
 from quire.speculative.suffix import SuffixAutomaton, SuffixProposer
+from tests.tokens import tokens_of
 
 NOTHING = torch.empty(0, 0)
 
@@ -62,7 +62,7 @@ def drafts(proposer: SuffixProposer, row: DraftedSequence) -> list[int]:
 
 
 def test_more_is_drafted_the_longer_the_suffix_is() -> None:
-    tokens = SequenceTokens.of([1, 2, 3, 4, 5, 6, 7, 8, 1], room=8)
+    tokens = tokens_of([1, 2, 3, 4, 5, 6, 7, 8, 1], room=8)
     row, proposer = DraftedSequence(1, tokens), proposer_of(0)
     assert drafts(proposer, row) == []
     tokens.append(2)
@@ -72,9 +72,9 @@ def test_more_is_drafted_the_longer_the_suffix_is() -> None:
 
 
 def test_past_outputs_are_searched_where_asked() -> None:
-    done = DraftedSequence(1, SequenceTokens.of([1], [10, 11, 12, 13, 14, 15]))
-    salted = DraftedSequence(2, SequenceTokens.of([1], [10, 11, 12, 99]), shares=False)
-    fresh = SequenceTokens.of([2], [10, 11, 12], room=4)
+    done = DraftedSequence(1, tokens_of([1], [10, 11, 12, 13, 14, 15]))
+    salted = DraftedSequence(2, tokens_of([1], [10, 11, 12, 99]), shares=False)
+    fresh = tokens_of([2], [10, 11, 12], room=4)
     for max_cached, expected in ((0, []), (10, [13, 14, 15])):
         proposer = proposer_of(max_cached)
         for row in (done, salted):
@@ -88,9 +88,9 @@ def test_past_outputs_are_searched_where_asked() -> None:
 def test_past_outputs_stay_within_their_bound() -> None:
     proposer = proposer_of(4)
     for i in range(50):
-        proposer.forget(DraftedSequence(i, SequenceTokens.of([0], list(range(100 * i, 100 * i + 20)))))
+        proposer.forget(DraftedSequence(i, tokens_of([0], list(range(100 * i, 100 * i + 20)))))
         assert len(proposer._past.token_ids) <= 2 * 4 * 21
-    row = DraftedSequence(99, SequenceTokens.of([0], [4903, 4904], room=2))
+    row = DraftedSequence(99, tokens_of([0], [4903, 4904], room=2))
     assert drafts(proposer, row) == [4905, 4906]
-    row = DraftedSequence(98, SequenceTokens.of([0], [103, 104], room=2))
+    row = DraftedSequence(98, tokens_of([0], [103, 104], room=2))
     assert drafts(proposer, row) == []

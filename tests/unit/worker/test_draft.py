@@ -2,8 +2,8 @@
 
 import pytest
 
-from quire.sampling.tokens import SequenceTokens
 from quire.worker.draft import Reader
+from tests.tokens import tokens_of
 
 
 @pytest.mark.parametrize(
@@ -18,7 +18,7 @@ from quire.worker.draft import Reader
     ],
 )
 def test_only_what_became_a_token_counts_as_read(became: list[int], right: int) -> None:
-    tokens = SequenceTokens.of([1, 2, 3], [4], 20)
+    tokens = tokens_of([1, 2, 3], [4], 20)
     reader = Reader(num_read=4 + 3, drafted=[7, 8, 9])
     for token_id in became:
         tokens.append(token_id)

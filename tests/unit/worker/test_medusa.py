@@ -8,11 +8,11 @@ from torch import Tensor
 
 from quire.config.speculative import SpeculativeConfig
 from quire.sampling.state import SamplingState
-from quire.sampling.tokens import SequenceTokens
 from quire.sampling_params import SamplingParams
 from quire.speculative.base import DraftedSequence
 from quire.worker.drafting import drafting_state
 from quire.worker.medusa import MedusaProposer
+from tests.tokens import tokens_of
 
 VOCAB_SIZE = 128
 
@@ -53,7 +53,7 @@ def config(**options: Any) -> SpeculativeConfig:
 
 
 def row(number: int, max_drafts: int) -> DraftedSequence:
-    params, tokens = SamplingParams(temperature=0.5, n=2, min_tokens=3), SequenceTokens.of([1, 2])
+    params, tokens = SamplingParams(temperature=0.5, n=2, min_tokens=3), tokens_of([1, 2])
     state = SamplingState(params, tokens, seed=number, sequence_index=0, vocab_size=VOCAB_SIZE)
     return DraftedSequence(number, tokens, state, max_drafts=max_drafts)
 

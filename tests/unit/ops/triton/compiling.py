@@ -17,6 +17,7 @@ from typing import Any
 
 os.environ["TRITON_INTERPRET"] = "0"
 
+import numpy as np
 import torch
 import triton
 from triton.backends.compiler import GPUTarget
@@ -157,7 +158,7 @@ def every_draw() -> None:
             [SamplingParams(logit_bias={3: 1.0}, allowed_token_ids=[1, 2, 3], logprobs=0)],
         ):
             for row, params in enumerate(several):
-                tokens = SequenceTokens.of([1, 2, 3], [4], room=8)
+                tokens = SequenceTokens(np.arange(1, 13, dtype=np.int32), num_prompt=3, num=4)
                 sampler.assign(row, SamplingState(params, tokens, seed=1, sequence_index=0, vocab_size=vocab))
             logits = torch.zeros(len(several), vocab, dtype=dtype)
             sampler.launch(logits, range(len(several)), [1] * len(several))
