@@ -9,7 +9,7 @@ from functools import partial
 
 from quire.ops.native.library import Target, library_path, loaded_library
 from quire.worker.fingerprint import processor
-from quire.worker.weights.cache import cache_folder, partial_name, remove
+from quire.worker.weights.cache import cache_folder, new_file
 
 logger = logging.getLogger(__name__)
 
@@ -28,14 +28,12 @@ def tune(target: Target) -> None:
     with suppress(OSError, ValueError):
         if choose(max(0, int(path.read_text(encoding="ascii")))) >= 0:
             return
-    unfinished, start = partial_name(path), time.perf_counter()
+    start = time.perf_counter()
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        unfinished.touch()
-        way = choose(-1)
-        logger.info("large products: way %d of %s, measured in %.2f s", way, target.level, time.perf_counter() - start)
-        unfinished.write_text(str(way), encoding="ascii")
-        unfinished.replace(path)
+        with new_file(path) as file:
+            way, seconds = choose(-1), time.perf_counter() - start
+            logger.info("large products: way %d of %s, measured in %.2f s", way, target.level, seconds)
+            os.write(file, str(way).encode())
     except OSError as error:
-        remove(unfinished)
         logger.info("the fastest way of large products is not kept on disk: %s", error.strerror)

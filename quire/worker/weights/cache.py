@@ -12,7 +12,7 @@ import os
 import shutil
 import time
 import zlib
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -222,6 +222,26 @@ def remove(path: Path) -> None:
 def partial_name(path: Path) -> Path:
     """A name for an unfinished `path`, which tells whose it is."""
     return path.with_name(f"{path.stem}.{os.getpid()}.{time.monotonic_ns()}.partial")
+
+
+@contextlib.contextmanager
+def new_file(path: Path) -> Iterator[int]:
+    """A file that gets its name when the block has ended well; before that nothing is left of it, whatever happens."""
+    partial = partial_name(path)
+    try:
+        file, named = os.open(path.parent, os.O_TMPFILE | os.O_RDWR, 0o666), False
+    except (OSError, AttributeError):  # this file system or kernel has only files with names
+        file, named = os.open(partial, os.O_CREAT | os.O_EXCL | os.O_RDWR, 0o666), True
+    try:
+        yield file
+        if not named:
+            os.link(f"/proc/self/fd/{file}", partial, src_dir_fd=file)  # the descriptor makes it follow the link
+        os.replace(partial, path)
+    except BaseException:
+        remove(partial)
+        raise
+    finally:
+        os.close(file)
 
 
 def remove_partials(folder: Path) -> None:

@@ -16,7 +16,6 @@ from bisect import bisect, bisect_left
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from itertools import accumulate
-from pathlib import Path
 from typing import Any, cast
 
 import torch
@@ -155,7 +154,7 @@ class WeightStore:
                 sizes = f"they take {self._size / 2**30:.1f} GiB, weight_cache_size is {place.limit / 2**30:.1f} GiB"
                 logger.warning("packed weights are not kept on disk: %s; raise it", sizes)
                 return
-            with _new_file(place.path) as file:
+            with cache.new_file(place.path) as file:
                 self._write_to(file, place)
         except OSError as error:
             logger.warning("packed weights are not kept on disk: %s: %s", place.path.parent, error.strerror)
@@ -191,23 +190,3 @@ def checksum(flat: Tensor) -> int:
     whole = flat.numel() // (8 * _SUMMED) * (8 * _SUMMED)
     sums = flat[:whole].view(torch.int64).view(-1, _SUMMED).numpy().sum(1)
     return zlib.crc32(memoryview(cast(Any, sums)), zlib.crc32(memoryview(cast(Any, flat[whole:].numpy()))))
-
-
-@contextlib.contextmanager
-def _new_file(path: Path) -> Iterator[int]:
-    """A file that gets its name when the block has ended well; before that nothing is left of it, whatever happens."""
-    partial = cache.partial_name(path)
-    try:
-        file, named = os.open(path.parent, os.O_TMPFILE | os.O_RDWR, 0o666), False
-    except (OSError, AttributeError):  # this file system or kernel has only files with names
-        file, named = os.open(partial, os.O_CREAT | os.O_EXCL | os.O_RDWR, 0o666), True
-    try:
-        yield file
-        if not named:
-            os.link(f"/proc/self/fd/{file}", partial, src_dir_fd=file)  # the descriptor makes it follow the link
-        os.replace(partial, path)
-    except BaseException:
-        cache.remove(partial)
-        raise
-    finally:
-        os.close(file)
