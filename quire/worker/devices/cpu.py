@@ -68,8 +68,7 @@ class CpuDevice(Device):
             raise ConfigError("kv_cache_dtype='fp8' is for GPUs; a CPU has 'int8'.")
         int8 = "-int8" if config.kv_cache_dtype == "int8" else ""
         self.backend = select_backend(f"native{int8}" if self.packs_weights else "reference", self.kernels)
-        self.num_threads = default_num_threads()
-        self.target = self._make_target()
+        self._use_threads(default_num_threads())
         # No weight asks for gradients; in torch it is faster to say so, and beside kernels it costs more than it gives.
         self._no_gradients = nullcontext() if self.packs_weights else torch.inference_mode()
 
@@ -82,8 +81,7 @@ class CpuDevice(Device):
     def adopt(self, num_parameters: int) -> None:
         if num_parameters < SMALL_MODEL:
             self.is_small_model = self.num_threads > 1
-            self.num_threads = 1
-        self.target = self._make_target()
+            self._use_threads(1)
 
     def with_threads(self, num_threads: int) -> "CpuDevice":
         if not self.packs_weights:
@@ -91,8 +89,7 @@ class CpuDevice(Device):
         if num_threads > (num_cores := os.cpu_count() or 1):
             logger.warning("%s: num_threads=%d on %d cores: slower; lower it", OPTION, num_threads, num_cores)
         own = copy(self)
-        own.num_threads = num_threads
-        own.target = own._make_target()
+        own._use_threads(num_threads)
         return own
 
     def available_bytes(self) -> int:
@@ -151,9 +148,10 @@ class CpuDevice(Device):
         bits = hidden.view(torch.int32 if hidden.dtype.itemsize == 4 else torch.int16)
         return torch.from_numpy(bits.numpy()[rows]).view(hidden.dtype)
 
-    def _make_target(self) -> Target | None:
-        """What compiled kernels run on; None where the sampler's alone are used, on what there is."""
-        return Target(self.kernels, self.num_threads) if self.packs_weights else None
+    def _use_threads(self, num_threads: int) -> None:
+        """Compute on so many; where there are compiled kernels, tell them."""
+        self.num_threads = num_threads
+        self.target = Target(self.kernels, num_threads) if self.packs_weights else None
 
 
 @contextmanager
