@@ -112,9 +112,6 @@ class PackedParts(QuantizationMethod):
         parts = [method.matrix({"packed": weights[f"packed_{first}"]}, part) for first, method, part in made]
         return ops.linear(x, parts, weights.get("bias"), torch.float32 if wide else None)
 
-    def lookup(self, weights: Mapping[str, Tensor], shape: MatrixShape, ids: Tensor, dtype: torch.dtype) -> Tensor:
-        raise NotImplementedError("a table is not merged")
-
     def _matrices(self, shape: MatrixShape) -> list[tuple[int, Packed, MatrixShape]]:
         """The first row, format and shape of each."""
         found: list[tuple[int, Packed, MatrixShape]] = []
