@@ -84,14 +84,6 @@ class DraftTree:
             found[parent + 1].append(node)
         return tuple(tuple(nodes) for nodes in found)
 
-    @cached_property
-    def ancestors(self) -> tuple[tuple[int, ...], ...]:
-        """Of each node, those on the way to it, the topmost first, and itself."""
-        found: list[tuple[int, ...]] = []
-        for node, parent in enumerate(self.parents):
-            found.append((*(found[parent] if parent >= 0 else ()), node))
-        return tuple(found)
-
     @property
     def max_depth(self) -> int:
         """Most drafts that can be accepted."""

@@ -33,8 +33,9 @@ class TreeShape:
         self.tree = tree
         self.depths = np.array([*tree.depths, 0], np.int32)
         self.ancestors = np.zeros((len(tree) + 1, tree.max_depth), np.int32)
-        for node, path in enumerate(tree.ancestors):
-            self.ancestors[node, : len(path)] = path
+        for node, (parent, depth) in enumerate(zip(tree.parents, tree.depths, strict=True)):
+            self.ancestors[node] = self.ancestors[parent]  # of the newest token: the last entry, which is all zeros
+            self.ancestors[node, depth - 1] = node
 
 
 @dataclass(slots=True, eq=False)

@@ -13,6 +13,7 @@ from quire.attention.base import AttentionBackend, AttentionBatch, SlotMoves, Ta
 from quire.attention.registry import select_backend
 from quire.config.draft_tree import DraftTree
 from quire.ops.native.library import TORCH, levels
+from tests.paths import paths_of
 
 NEVER = 2**31 - 1
 TREES = [
@@ -98,7 +99,7 @@ class Verified:
         parts: list[tuple[int, list[int], int, list[int]]] = []
         for s, n in enumerate(self.lengths):
             parts.append((s, [n], n + 1, []))
-            for node, path in enumerate(self.tree.ancestors):
+            for node, path in enumerate(paths_of(self.tree)):
                 tail = self.slots(s, [n + 1 + ancestor for ancestor in path])
                 parts.append((s, [n + 1 + node], n + 1 + len(path), tail))
         found, each = self.step(parts, options), 1 + len(self.tree)
@@ -132,7 +133,7 @@ def test_a_node_has_the_bits_of_a_chain(
         n = run.lengths[s]
         prompt = list(range(n + 1))
         assert torch.equal(found[0], run.chain(s, prompt, options)[-1:])
-        for node, path in enumerate(tree.ancestors):
+        for node, path in enumerate(paths_of(tree)):
             expected = run.chain(s, [*prompt, *(n + 1 + ancestor for ancestor in path)], options)
             assert torch.equal(found[1 + node], expected[-1:]), (s, node)
 

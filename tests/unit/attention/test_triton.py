@@ -32,6 +32,7 @@ from quire.ops.lora import LoraLayer, VirtualRows
 from quire.ops.triton import attention, rope
 from quire.ops.triton.common import INTERPRETED
 from quire.ops.triton.pages import open_pages
+from tests.paths import paths_of
 
 pytestmark = [
     pytest.mark.skipif(not INTERPRETED.value, reason="with a GPU, tests/gpu/test_attention.py shows this"),
@@ -165,7 +166,7 @@ def test_a_node_of_a_draft_tree_has_the_bits_of_a_chain(
     for s, found in enumerate(run.verify(options)):
         n = run.lengths[s]
         assert torch.equal(found[0], run.chain(s, list(range(n + 1)), options)[-1:])
-        for node, path in enumerate(tree.ancestors):
+        for node, path in enumerate(paths_of(tree)):
             chain = [*range(n + 1), *(n + 1 + ancestor for ancestor in path)]
             assert torch.equal(found[1 + node], run.chain(s, chain, options)[-1:]), (s, node)
 

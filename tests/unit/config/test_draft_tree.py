@@ -13,7 +13,6 @@ def test_nodes_come_by_depth_and_then_by_choice() -> None:
     assert tree.depths == (1, 1, 2, 2, 2, 3)
     assert tree.choices == (0, 1, 0, 2, 0, 5)
     assert tree.children == ((0, 1), (2, 3), (4,), (), (5,), (), ())
-    assert tree.ancestors == ((0,), (1,), (0, 2), (0, 3), (1, 4), (0, 3, 5))
     assert (len(tree), tree.max_depth) == (6, 3)
     assert [tree.num_within(depth) for depth in (-1, 0, 1, 2, 3, 9)] == [0, 0, 2, 5, 6, 6]
 

@@ -13,10 +13,19 @@ from quire.protocol.cache import CacheGroup, CacheLayout
 from quire.protocol.requests import NewRequest, SamplingTask
 from quire.protocol.step import NewSequence, ScheduledSequence
 from quire.worker.gather import StepArrays, _in_numpy, _natively, gather, gather_nodes
-from quire.worker.rows import Row, RowTable
+from quire.worker.rows import Row, RowTable, TreeShape
+from tests.paths import paths_of
 
 SIZE, GROUPS = 4, 2
 TREE = DraftTree.read("[(0,), (1,), (0, 0), (1, 0), (1, 1), (1, 1, 0)]")
+
+
+def test_the_shape_of_a_tree_has_the_path_of_each_node() -> None:
+    shape = TreeShape(DraftTree.read("[(1,), (0, 0), (0,), (0, 2), (1, 0), (0, 2, 5)]"))
+    assert shape.depths.tolist() == [1, 1, 2, 2, 2, 3, 0]
+    paths = [path[:depth] for path, depth in zip(shape.ancestors.tolist(), shape.depths, strict=True)]
+    assert paths == [[0], [1], [0, 2], [0, 3], [1, 4], [0, 3, 5], []]
+    assert [sum(path[depth:]) for path, depth in zip(shape.ancestors, shape.depths, strict=True)] == [0] * 7
 
 
 @pytest.fixture
@@ -65,7 +74,7 @@ def check(table: RowTable, arrays: StepArrays, expected: list[tuple[Row, list[in
 
 
 def node_of(row: Row, base: int, node: int) -> tuple[Row, list[int], list[int], list[int]]:
-    path = TREE.ancestors[node]
+    path = paths_of(TREE)[node]
     return row, [base + node], [base + len(path) - 1], [base + ancestor for ancestor in path]
 
 
