@@ -50,11 +50,6 @@ class ModelConfig:
     generation_defaults: dict[str, Any]  # sampling values of generation_config.json, under its names
     seed: int = 0
 
-    @property
-    def sliding_window(self) -> int | None:
-        """The sliding window of the layers that have one (tokens), or None when no layer has."""
-        return next((window for window in self.layer_windows if window is not None), None)
-
     @classmethod
     def from_pretrained(
         cls,

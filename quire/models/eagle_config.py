@@ -37,7 +37,7 @@ def check_eagle_head(head: ModelConfig, model: ModelConfig) -> None:
                 f"{_OPTION}: the head {head.model!r} is for {what} of {its}, and the model {model.model!r} has one of "
                 f"{of_model}; use a head that was trained for this model."
             )
-    if head.sliding_window is not None:
+    if any(window is not None for window in head.layer_windows):
         raise ConfigError(f"{_OPTION}: the head {head.model!r} has a sliding window, which is not supported yet.")
 
 

@@ -48,7 +48,7 @@ def test_llama_facts(tmp_path: Path) -> None:
     assert (config.architecture, config.model_type, config.dtype) == ("LlamaForCausalLM", "llama", "bfloat16")
     assert (config.vocab_size, config.hidden_size, config.intermediate_size, config.num_layers) == (512, 64, 172, 3)
     assert (config.num_heads, config.num_kv_heads, config.head_dim) == (8, 4, 8)
-    assert (config.derived_max_model_len, config.max_model_len, config.sliding_window) == (256, 256, None)
+    assert (config.derived_max_model_len, config.max_model_len, set(config.layer_windows)) == (256, 256, {None})
     assert (config.eos_token_ids, config.tie_word_embeddings, config.seed) == ((2,), False, 7)
     assert config.rope_parameters == {"rope_type": "default", "rope_theta": 10000.0}
     assert config.generation_defaults == {}
@@ -121,15 +121,15 @@ def test_sliding_window_of_mistral(tmp_path: Path) -> None:
     mistral = LLAMA | {"architectures": ["MistralForCausalLM"], "model_type": "mistral"}
     assert load(tmp_path, mistral | {"sliding_window": 32}).layer_windows == (32, 32, 32)
     assert load(tmp_path, mistral | {"sliding_window": None}).layer_windows == (None, None, None)
-    assert load(tmp_path, mistral).sliding_window == 4096  # what transformers assumes
+    assert set(load(tmp_path, mistral).layer_windows) == {4096}  # what transformers assumes
 
 
 def test_sliding_window_of_qwen_is_off_unless_used(tmp_path: Path) -> None:
     qwen = LLAMA | {"model_type": "qwen2", "sliding_window": 32, "max_window_layers": 1}
-    assert load(tmp_path, qwen).sliding_window is None
+    assert set(load(tmp_path, qwen).layer_windows) == {None}
     assert load(tmp_path, qwen | {"use_sliding_window": False}).layer_windows == (None, None, None)
     used = load(tmp_path, qwen | {"use_sliding_window": True})
-    assert (used.layer_windows, used.sliding_window) == ((None, 32, 32), 32)
+    assert used.layer_windows == (None, 32, 32)
     kinds = ["sliding_attention", "full_attention", "sliding_attention"]
     assert load(tmp_path, qwen | {"use_sliding_window": True, "layer_types": kinds}).layer_windows == (32, None, 32)
     with pytest.raises(ModelLoadError, match="2 layer_types for 3 layers"):
@@ -484,7 +484,7 @@ def test_real_configs(shared_data: Path) -> None:
         c = ModelConfig.from_pretrained(directory)
         heads = (c.num_heads, c.num_kv_heads, c.head_dim)
         seen[directory.name] = (c.architecture, c.hidden_size, *heads, c.derived_max_model_len, c.tie_word_embeddings)
-        assert c.sliding_window is None
+        assert set(c.layer_windows) == {None}
     assert seen == EXPECTED
 
 
@@ -522,7 +522,7 @@ def test_defaults_agree_with_transformers(tmp_path: Path, family: str) -> None:
     }.items():
         assert getattr(config, ours) == getattr(reference, theirs), ours
     assert config.num_kv_heads == getattr(reference, "num_key_value_heads", reference.num_attention_heads)
-    assert config.sliding_window == getattr(reference, "sliding_window", None)
+    assert max(config.layer_windows, key=lambda window: window or 0) == getattr(reference, "sliding_window", None)
     if hasattr(reference, "rope_parameters"):
         assert config.rope_parameters == reference.rope_parameters
     # The same file without what a default explains still means the same.
