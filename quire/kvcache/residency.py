@@ -60,7 +60,10 @@ class Residency:
 
     def on_used(self, block: int) -> None:
         """A block has got another owner."""
-        self._observe_use(block, self._times.reuse_gap)
+        if block in self._used:
+            now = self._times.now
+            self._times.reuse_gap.observe(now - self._used[block])
+            self._used[block] = now
 
     def on_left(self, block: int) -> None:
         """A block has no owner any more."""
@@ -69,17 +72,11 @@ class Residency:
 
     def on_evicted(self, block: int) -> None:
         """A block's content is gone."""
-        self._observe_use(block, self._times.idle)
-        del self._used[block]
-        self._times.lifetime.observe(self._times.now - self._stored.pop(block))
+        now = self._times.now
+        self._times.idle.observe(now - self._used.pop(block))
+        self._times.lifetime.observe(now - self._stored.pop(block))
 
     def forget_all(self) -> None:
         """No block's content can be found any more."""
         self._stored.clear()
         self._used.clear()
-
-    def _observe_use(self, block: int, histogram: Histogram) -> None:
-        if block in self._used:
-            now = self._times.now
-            histogram.observe(now - self._used[block])
-            self._used[block] = now
