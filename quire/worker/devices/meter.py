@@ -10,6 +10,7 @@ from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from functools import partial
+from itertools import accumulate
 from typing import Any, TypeVar
 
 import numpy as np
@@ -99,10 +100,9 @@ class Meter:
                     logits = model.compute_logits(model(*self.upload(self._sequences([count], count))))
                     logits[:1, :1].tolist()  # waits for a device
                     found[count] = min(clock() - begin, found.get(count, math.inf))
-        least = math.inf
-        for count in sorted(found, reverse=True):
-            found[count] = least = min(found[count], least)
-        return found
+        largest_first = sorted(found, reverse=True)
+        least = accumulate([found[count] for count in largest_first], min)
+        return dict(zip(largest_first, least, strict=True))
 
     def _sequences(self, lengths: Sequence[int], context: int) -> StepArrays:
         """Sequences of so many tokens each, in block 0 all of them, with tables for a context of that length.
