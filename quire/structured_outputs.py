@@ -56,7 +56,9 @@ class StructuredOutputsParams(msgspec.Struct, metaclass=NamesUnknownKeywords, om
             if (value := getattr(self, name)) is not None and (not isinstance(value, str) or not value):
                 raise broken(f"structured_outputs.{name}", value, "a non-empty string")
         if self.choice is not None:
-            self.choice = _choices(self.choice)
+            self.choice = choices = strings("structured_outputs.choice", self.choice)
+            rule = f"a list of 1 to {MAX_CHOICES} strings, not {len(choices)}"
+            require(1 <= len(choices) <= MAX_CHOICES, "structured_outputs.choice", choices[:9], rule)
         for name, text in ((self.kind, self.constraint), ("whitespace_pattern", self.whitespace_pattern or "")):
             if re.search("[\ud800-\udfff]", text):
                 raise broken(f"structured_outputs.{name}", text, "without lone surrogates (U+D800 to U+DFFF)")
@@ -93,10 +95,3 @@ def _json_text(field: str, value: Any) -> str:
     if not value.lstrip().startswith(("{", "true", "false")):  # the rest of it is found out where it is compiled
         raise broken(f"structured_outputs.{field}", value, "a JSON object")
     return value
-
-
-def _choices(value: Any) -> list[str]:
-    choices = strings("structured_outputs.choice", value)
-    rule = f"a list of 1 to {MAX_CHOICES} strings, not {len(choices)}"
-    require(1 <= len(choices) <= MAX_CHOICES, "structured_outputs.choice", choices[:9], rule)
-    return choices

@@ -23,10 +23,6 @@ class Node(NamedTuple):
     score: float  # sum of the tokens' log-probabilities
     length: int  # output tokens
 
-    def then(self, entry: TokenLogprobs) -> "Node":
-        """One token more."""
-        return Node(self, entry, self.score + entry.logprobs[0], self.length + 1)
-
     def entries(self) -> list[TokenLogprobs]:
         """Of all output tokens, first to last."""
         found, node = [], self
@@ -125,7 +121,7 @@ class Beams(Continuation):
             entry.token_ids.extend(top.token_ids[1:])
             entry.logprobs.extend(top.logprobs[1:])
             entry.ranks.extend(top.ranks[1:])
-        return parent.then(entry)
+        return Node(parent, entry, parent.score + entry.logprobs[0], parent.length + 1)
 
     def _end(self, candidate: _Candidate, stops: bool) -> Hypothesis:
         node, token_id = self._node(candidate), candidate.token_id

@@ -330,7 +330,10 @@ class ModelRunner:
             if isinstance(found, Failure):
                 results[place] = SequenceResult(failure=found)
             else:
-                results[place] = SequenceResult(candidates=found, logprobs=self._likeliest(logits, lane, found))
+                top, row = lane.state.num_logprobs, logits[lane.first_row : lane.first_row + 1]
+                # Of the best candidate, with as many of the likeliest tokens as the request wants to see.
+                likeliest = prompt_logprobs(row, found.token_ids[:1], top, self.device.target) if top else None
+                results[place] = SequenceResult(candidates=found, logprobs=likeliest)
 
     def _move_paths(self, rows: list[Row], lanes: dict[int, Lane]) -> None:
         """Let keys and values of trees' accepted drafts lie where a chain's would."""
@@ -341,13 +344,6 @@ class ModelRunner:
         if moves:
             whose, sources, destinations = np.array(moves, np.int32).T
             self.cache.move_slots(table.slots(whose, sources), table.slots(whose, destinations), table.block_size)
-
-    def _likeliest(self, logits: Tensor, lane: Lane, candidates: TokenLogprobs) -> list[TokenLogprobs] | None:
-        """The best candidate, and as many of the likeliest tokens as the request wants to see."""
-        if not lane.state.num_logprobs:
-            return None
-        row = logits[lane.first_row : lane.first_row + 1]
-        return prompt_logprobs(row, candidates.token_ids[:1], lane.state.num_logprobs, self.device.target)
 
     def _prompt_logprobs(self, begun: _Begun, results: list[SequenceResult]) -> None:
         """This step's share of the prompt logprobs: token p's row predicts prompt token p + 1."""
