@@ -13,7 +13,7 @@ from quire.kvcache.copies import PlannedCopies
 from quire.kvcache.events import KVEventLog
 from quire.kvcache.groups import KVGroup, window_reach
 from quire.kvcache.pins import Pins
-from quire.kvcache.prefix import BlockHasher, longest_prefix, root_hash
+from quire.kvcache.prefix import BlockHasher, longest_prefix
 from quire.kvcache.residency import ResidencyTimes
 from quire.kvcache.swap import SwapSpace, first_from_host
 from quire.kvcache.table import NEVER, NO_MATCH, NOTHING_APPENDED, Appended, BlockTable, PrefixMatch
@@ -109,15 +109,9 @@ class KVManager:
     # Sequences come.
 
     def open(
-        self,
-        sequence_id: int,
-        prompt_token_ids: list[int],
-        output_token_ids: list[int],
-        cache_salt: str | None = None,
-        adapter_digest: bytes = b"",
+        self, sequence_id: int, prompt_token_ids: list[int], output_token_ids: list[int], root: bytes
     ) -> BlockTable:
-        """An empty table for a new sequence."""
-        root = root_hash(cache_salt, adapter_digest)
+        """An empty table for a new sequence; `root` is its request's `root_hash`."""
         return BlockTable(sequence_id, prompt_token_ids, output_token_ids, root, len(self._groups))
 
     def match_prefix(self, table: BlockTable) -> PrefixMatch:

@@ -53,9 +53,8 @@ class Outcomes:
 
     def make_sequence(self, group: SequenceGroup, index: int, output_token_ids: list[int]) -> Sequence:
         """A new sequence of a request, waiting."""
-        sequence_id, request = next(self._sequence_ids), group.request
-        digest = request.adapter.digest if request.adapter else b""
-        table = self._kv.open(sequence_id, request.prompt_token_ids, output_token_ids, request.cache_salt, digest)
+        sequence_id = next(self._sequence_ids)
+        table = self._kv.open(sequence_id, group.request.prompt_token_ids, output_token_ids, group.root)
         sequence = Sequence(sequence_id, group, index, table)
         group.sequences[index] = sequence
         self._planner.waiting.add(sequence)

@@ -7,6 +7,7 @@ knows its tokens and its block table, and nothing of queues or of the other requ
 from enum import Enum, auto
 from typing import Any
 
+from quire.kvcache.prefix import root_hash
 from quire.kvcache.table import BlockTable
 from quire.protocol.requests import NewRequest
 from quire.protocol.step import NewSequence, PromptLogprobs, Sampling, ScheduledSequence, SequenceOutput, TokenLogprobs
@@ -29,6 +30,7 @@ class SequenceGroup:
     Attributes:
         request_id, task: the request's.
         order: how many requests were added before it.
+        root: what its sequences' prefixes in the cache begin with.
         lane: the policy's lane that it waits in.
         key: the policy's sort key; smaller runs earlier.
         limit: tokens of a sequence, prompt and output, at which it ends.
@@ -49,6 +51,7 @@ class SequenceGroup:
         # A grammar may allow nothing but an end before; it is drawn only then.
         self.min_tokens = 0 if task.has_grammar else task.params.min_tokens
         self.unfinished = set(range(task.num_sequences))
+        self.root = root_hash(request.cache_salt, request.adapter.digest if request.adapter else b"")
         self.lane: str | None = None
         self.key: tuple[Any, ...] = ()
         self.sequences: dict[int, Sequence] = {}

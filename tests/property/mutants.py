@@ -13,7 +13,7 @@ import pytest
 from msgspec import structs
 from simulated import SimulatedExecutor
 
-from quire.kvcache import manager, prefix
+from quire.kvcache import prefix
 from quire.kvcache.disk import DiskTier
 from quire.kvcache.groups import KVGroup
 from quire.kvcache.manager import KVManager
@@ -21,6 +21,7 @@ from quire.kvcache.pool import BlockPool
 from quire.kvcache.swap import SwapSpace
 from quire.kvcache.table import BlockTable
 from quire.protocol.step import Moves
+from quire.scheduler import sequence
 from quire.scheduler.continuation import Branch
 from quire.scheduler.guidance import Guidance
 from quire.scheduler.outcomes import Outcomes
@@ -102,7 +103,7 @@ def a_window_that_forgets_too_early(right: Callable[..., int], group: KVGroup, n
 
 def a_salt_that_keeps_nothing_apart(patch: pytest.MonkeyPatch) -> None:
     """Requests of different salts find each other's blocks."""
-    patch.setattr(manager, "root_hash", lambda cache_salt, adapter_digest: prefix.root_hash(None, adapter_digest))
+    patch.setattr(sequence, "root_hash", lambda cache_salt, adapter_digest: prefix.root_hash(None, adapter_digest))
 
 
 MUTANTS["a_salt_that_keeps_nothing_apart"] = a_salt_that_keeps_nothing_apart

@@ -11,6 +11,7 @@ from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, initial
 
 from quire.errors import InvalidRequestError
 from quire.kvcache.manager import KVManager
+from quire.kvcache.prefix import root_hash
 from quire.kvcache.table import BlockTable
 from quire.protocol.cache import CacheGroup, CacheLayout
 from quire.protocol.step import Moves
@@ -86,7 +87,7 @@ class KVManagerMachine(RuleBasedStateMachine):
     def admit(self, pattern: list[int], repeats: int, num_output: int, salt: str | None, chunk: int):
         tokens = pattern * repeats
         border = max(1, len(tokens) - num_output)
-        table = self.kv.open(self._new_id(), tokens[:border], tokens[border:], salt)
+        table = self.kv.open(self._new_id(), tokens[:border], tokens[border:], root_hash(salt))
         match = self.kv.match_prefix(table)
         num_hit = match.num_tokens
         assert num_hit < len(tokens)
@@ -242,7 +243,7 @@ class KVManagerMachine(RuleBasedStateMachine):
             held = {block for twin in self.live for block in self._held(twin.table, group)}
             assert self.kv.num_free_blocks[group] == num_blocks - len(held | self.kv._groups[group].pinned.keys())
         for tokens, salt in self.pinned.values():
-            reader = self.kv.open(-1, [*tokens, 0], [], salt)
+            reader = self.kv.open(-1, [*tokens, 0], [], root_hash(salt))
             assert self.kv.match_prefix(reader).num_tokens == len(tokens), "a pinned prefix was evicted"
         shares = [1 - free / count for free, count in zip(self.kv.num_free_blocks, self.kv.num_blocks, strict=True)]
         assert self.kv.usage == max(shares)

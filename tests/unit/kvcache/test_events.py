@@ -5,9 +5,12 @@ import itertools
 import msgspec
 
 from quire.kvcache.manager import KVManager
+from quire.kvcache.prefix import root_hash
 from quire.kvcache.table import BlockTable
 from quire.protocol.cache import CacheGroup, CacheLayout
 from quire.protocol.kv_events import AllBlocksCleared, BlockRemoved, BlockStored, KVEvent, KVEventBatch
+
+ROOT = root_hash(None)
 
 SIZE = 4
 ids = itertools.count()
@@ -25,7 +28,7 @@ def take(kv: KVManager) -> list[KVEvent]:
 
 
 def compute(kv: KVManager, tokens: list[int], *stops: int) -> BlockTable:
-    table = kv.open(next(ids), tokens, [])
+    table = kv.open(next(ids), tokens, [], ROOT)
     kv.allocate(table, kv.match_prefix(table), len(tokens))
     for stop in (*stops, len(tokens)):
         kv.commit(table, stop)
@@ -65,7 +68,7 @@ def test_followers_know_what_the_pool_holds() -> None:
 
 def test_of_two_that_compute_the_same_the_first_is_told() -> None:
     kv = make()
-    tables = [kv.open(next(ids), [*range(5)], []) for _ in range(2)]
+    tables = [kv.open(next(ids), [*range(5)], [], ROOT) for _ in range(2)]
     for table in tables:
         kv.allocate(table, kv.match_prefix(table), 5)
     for table in tables:

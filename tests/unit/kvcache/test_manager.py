@@ -5,8 +5,11 @@ import itertools
 import pytest
 
 from quire.kvcache.manager import KVManager
+from quire.kvcache.prefix import root_hash
 from quire.kvcache.table import NO_MATCH, NOTHING_APPENDED, BlockTable
 from quire.protocol.cache import CacheGroup, CacheLayout
+
+ROOT = root_hash(None)
 
 SIZE = 4
 ids = itertools.count()
@@ -28,7 +31,7 @@ def appended(kv: KVManager, table: BlockTable, start: int, stop: int) -> list[in
 
 def admit(kv: KVManager, tokens: list[int], salt: str | None = None) -> tuple[BlockTable, int]:
     """A table with blocks for its tokens, and how many of them were found."""
-    table = kv.open(next(ids), tokens, [], salt)
+    table = kv.open(next(ids), tokens, [], root_hash(salt))
     match = kv.match_prefix(table)
     assert kv.shortage(table, match, len(tokens) - match.num_tokens) <= 0
     kv.allocate(table, match, len(tokens) - match.num_tokens)
@@ -56,19 +59,19 @@ def test_blocks_are_found_only_once_they_are_computed() -> None:
 def test_the_next_missing_block_may_be_on_its_way() -> None:
     kv = make()
     first, _ = admit(kv, list(range(10)))
-    later = kv.open(99, [*range(8), 50, 51], [], None)
+    later = kv.open(99, [*range(8), 50, 51], [], ROOT)
     assert kv.match_prefix(later)[:3] == (0, [[]], first.hashes[1]), "the last block that they share"
     kv.commit(first, 4)
     assert kv.match_prefix(later)[:3] == (4, [first.block_ids[0][:1]], first.hashes[1])
     kv.commit(first, 8)
     assert kv.match_prefix(later)[:3] == (8, [first.block_ids[0][:2]], None)
-    other_salt = kv.open(100, list(range(10)), [], "salt")
+    other_salt = kv.open(100, list(range(10)), [], root_hash("salt"))
     assert kv.match_prefix(other_salt)[:3] == (0, [[]], None)
     kv.free(first)
     second, _ = admit(kv, [9] * 8)
-    waiting = kv.open(101, [9] * 9, [], None)
+    waiting = kv.open(101, [9] * 9, [], ROOT)
     assert kv.match_prefix(waiting).awaits is not None
-    twin = kv.open(102, [9] * 8, [], None)
+    twin = kv.open(102, [9] * 8, [], ROOT)
     kv.allocate(twin, NO_MATCH, 8)
     kv.free(twin)  # it computed the same, but it was not waited for
     assert kv.match_prefix(waiting).awaits is not None
@@ -79,7 +82,7 @@ def test_the_next_missing_block_may_be_on_its_way() -> None:
 def test_a_watched_block_is_told_once_it_is_computed_or_given_up() -> None:
     kv = make()
     first, _ = admit(kv, list(range(14)))
-    shared, longer = kv.open(99, [*range(8), 50, 51], []), kv.open(100, [*range(12), 60], [])
+    shared, longer = kv.open(99, [*range(8), 50, 51], [], ROOT), kv.open(100, [*range(12), 60], [], ROOT)
     names = [kv.match_prefix(table).awaits for table in (shared, longer)]
     assert names == [first.hashes[1], first.hashes[2]]
     for name in names:
@@ -112,7 +115,7 @@ def test_adapters_share_nothing() -> None:
     kv = make()
     kv.free(computed(kv, list(range(9))))
     for digest, found in ((b"", 8), (b"one", 0), (b"two", 0)):
-        assert kv.match_prefix(kv.open(next(ids), list(range(9)), [], None, digest)).num_tokens == found
+        assert kv.match_prefix(kv.open(next(ids), list(range(9)), [], root_hash(None, digest))).num_tokens == found
 
 
 def test_without_caching_nothing_is_found() -> None:
@@ -142,7 +145,7 @@ def test_the_end_of_a_sequence_is_evicted_before_its_beginning() -> None:
     kv.free(first)
     second, _ = admit(kv, [90] * 8)
     assert tail in second.block_ids[0]
-    assert kv.match_prefix(kv.open(99, list(range(12)), [], None)).block_ids == [[head, middle]]
+    assert kv.match_prefix(kv.open(99, list(range(12)), [], ROOT)).block_ids == [[head, middle]]
 
 
 def test_a_block_is_hashed_once(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -150,7 +153,7 @@ def test_a_block_is_hashed_once(monkeypatch: pytest.MonkeyPatch) -> None:
     calls: list[list[int]] = []
     whole = kv._hash
     monkeypatch.setattr(kv, "_hash", lambda parent, tokens: calls.append(tokens) or whole(parent, tokens))
-    table = kv.open(1, list(range(9)), [], None)
+    table = kv.open(1, list(range(9)), [], ROOT)
     for _ in range(3):
         kv.match_prefix(table)
     kv.allocate(table, kv.match_prefix(table), 9)
@@ -164,7 +167,7 @@ def test_shortage_counts_hits_that_are_free() -> None:
     kv = make(num_blocks=4)
     kv.free(computed(kv, list(range(9))))
     admit(kv, [90] * 2)
-    table = kv.open(99, list(range(13)), [], None)
+    table = kv.open(99, list(range(13)), [], ROOT)
     match = kv.match_prefix(table)
     assert match.num_tokens == 2 * SIZE
     assert kv.shortage(table, match, 1) == 1

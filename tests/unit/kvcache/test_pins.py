@@ -4,8 +4,11 @@ import pytest
 
 from quire.errors import InvalidRequestError
 from quire.kvcache.manager import KVManager
+from quire.kvcache.prefix import root_hash
 from quire.kvcache.table import BlockTable
 from quire.protocol.cache import CacheGroup, CacheLayout, PinnedPrefix
+
+ROOT = root_hash(None)
 
 SIZE = 64
 PROMPT = list(range(3 * SIZE + 5))
@@ -20,7 +23,7 @@ def make(num_blocks: int = 12, max_model_len: int = 6 * SIZE, windows: tuple[int
 
 
 def compute(kv: KVManager, tokens: list[int], salt: str | None = None) -> BlockTable:
-    table = kv.open(len(tokens), tokens, [], salt)
+    table = kv.open(len(tokens), tokens, [], root_hash(salt))
     match = kv.match_prefix(table)
     assert kv.shortage(table, match, len(tokens) - match.num_tokens) <= 0
     kv.allocate(table, match, len(tokens) - match.num_tokens)
@@ -31,7 +34,7 @@ def compute(kv: KVManager, tokens: list[int], salt: str | None = None) -> BlockT
 
 
 def num_cached(kv: KVManager, tokens: list[int], salt: str | None = None) -> int:
-    return kv.match_prefix(kv.open(-2, tokens, [], salt)).num_tokens
+    return kv.match_prefix(kv.open(-2, tokens, [], root_hash(salt))).num_tokens
 
 
 @pytest.mark.parametrize("windows", [(None,), (None, 70), (70,)])
@@ -103,7 +106,7 @@ def test_a_reset_ends_all_pins() -> None:
     kv = make()
     compute(kv, PROMPT)
     kv.pins.add("a", PROMPT)
-    running = kv.open(1, [5] * 10, [], None)
+    running = kv.open(1, [5] * 10, [], ROOT)
     kv.allocate(running, kv.match_prefix(running), 10)
     assert not kv.reset_prefix_cache(), "somebody runs"
     assert kv.pins.listed()

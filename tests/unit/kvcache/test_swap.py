@@ -9,6 +9,8 @@ from quire.protocol.cache import CacheGroup, CacheLayout
 from quire.protocol.stats import TierStats
 from quire.protocol.step import DiskNews
 
+ROOT = root_hash(None)
+
 ids = itertools.count()
 
 
@@ -32,7 +34,7 @@ def stats(kv: KVManager) -> TierStats:
 
 def computed(kv: KVManager, tokens: list[int]) -> BlockTable:
     """A table whose tokens, but for a last one, are computed; in a plan of its own."""
-    table = kv.open(next(ids), [*tokens, 99], [], None)
+    table = kv.open(next(ids), [*tokens, 99], [], ROOT)
     match = kv.match_prefix(table)
     kv.allocate(table, match, len(tokens) + 1 - match.num_tokens)
     kv.end_plan()
@@ -118,11 +120,11 @@ def test_an_evicted_prefix_falls_to_the_host_and_comes_back() -> None:
     kv = make()
     kv.free(computed(kv, list(range(9))))
     kv.free(computed(kv, list(range(50, 73))))
-    again = kv.open(next(ids), list(range(9)), [], None)
+    again = kv.open(next(ids), list(range(9)), [], ROOT)
     match = kv.match_prefix(again)
     assert (match.num_tokens, match.num_from_host, match.is_swapped) == (8, 2, False)
     kv.allocate(again, match, 1)
-    waiting = kv.open(next(ids), list(range(9)), [], None)
+    waiting = kv.open(next(ids), list(range(9)), [], ROOT)
     assert kv.match_prefix(waiting).awaits == again.hashes[1], "another need not bring it in, too"
     moves = kv.end_plan()
     assert len(moves.in_) == 2
@@ -147,13 +149,13 @@ def test_prefixes_never_push_out_what_was_swapped() -> None:
 def test_plans_that_are_never_carried_out_leave_nothing_on_the_host() -> None:
     kv = make()
     kv.free(computed(kv, list(range(9))))
-    late = kv.open(next(ids), list(range(50, 74)), [], None)
+    late = kv.open(next(ids), list(range(50, 74)), [], ROOT)
     kv.allocate(late, NO_MATCH, 24)
     assert kv.end_plan().out, "evicted"
     kv.free(late)
     kv.cancel()
     kv.check_integrity()
-    assert kv.match_prefix(kv.open(next(ids), list(range(9)), [], None)).num_tokens == 0
+    assert kv.match_prefix(kv.open(next(ids), list(range(9)), [], ROOT)).num_tokens == 0
 
 
 def test_a_source_is_not_overwritten_in_the_plan_that_reads_it() -> None:
@@ -163,7 +165,7 @@ def test_a_source_is_not_overwritten_in_the_plan_that_reads_it() -> None:
     kv.free(computed(kv, list(range(50, 65))))  # three full blocks of a prefix that the host has no room for
     match = kv.match_prefix(table)
     kv.allocate(table, match, 1)
-    hungry = kv.open(next(ids), list(range(80, 91)), [], None)
+    hungry = kv.open(next(ids), list(range(80, 91)), [], ROOT)
     kv.allocate(hungry, kv.match_prefix(hungry), 11)  # evicts, while the host's only block is still to be read
     moves = kv.end_plan()
     assert moves.in_
@@ -189,7 +191,7 @@ def test_a_reset_forgets_the_hosts_prefixes_too() -> None:
     kv.free(computed(kv, list(range(9))))
     kv.free(computed(kv, list(range(50, 73))))
     assert kv.reset_prefix_cache()
-    assert kv.match_prefix(kv.open(next(ids), list(range(9)), [], None)).num_tokens == 0
+    assert kv.match_prefix(kv.open(next(ids), list(range(9)), [], ROOT)).num_tokens == 0
     kv.check_integrity()
 
 
@@ -203,7 +205,7 @@ def test_a_block_that_is_to_be_read_to_is_not_written_in_the_same_plan() -> None
     assert kv.swap_out(table, 3)
     kv.free(table)
     kv.drop_swapped(table)
-    other = kv.open(next(ids), [1, 2, 3, 4, 5], [], None)
+    other = kv.open(next(ids), [1, 2, 3, 4, 5], [], ROOT)
     assert kv.fetch(other, kv.match_prefix(other)) == name
     moves = kv.end_plan()
     assert (moves.out, moves.fetch) == ([], [(0, 0, name)])
@@ -218,7 +220,7 @@ def test_what_is_being_read_at_a_reset_is_not_found() -> None:
     prompt = [1, 2, 3, 4, 5]
     (name,) = BlockHasher(4).names(root_hash(None), prompt)
     kv = KVManager(layout, stored=[[name]])
-    table = kv.open(next(ids), prompt, [])
+    table = kv.open(next(ids), prompt, [], ROOT)
     assert kv.fetch(table, kv.match_prefix(table)) == name
     kv.watch(name)
     (fetch,) = kv.end_plan().fetch

@@ -6,8 +6,11 @@ import pytest
 
 from quire.kvcache.groups import KVGroup, window_reach
 from quire.kvcache.manager import KVManager
+from quire.kvcache.prefix import root_hash
 from quire.kvcache.table import NO_MATCH, BlockTable
 from quire.protocol.cache import CacheGroup, CacheLayout
+
+ROOT = root_hash(None)
 
 SIZE = 16
 FULL, WINDOW = 0, 1
@@ -21,7 +24,7 @@ def make(*num_blocks: int, windows: tuple[int | None, ...] = (None, 100), cachin
 
 
 def admit(kv: KVManager, tokens: list[int], chunk: int) -> BlockTable:
-    table = kv.open(next(ids), tokens, [])
+    table = kv.open(next(ids), tokens, [], ROOT)
     match = kv.match_prefix(table)
     assert kv.shortage(table, match, chunk) <= 0
     kv.allocate(table, match, chunk)
@@ -95,7 +98,7 @@ def test_what_fell_out_is_found_until_its_block_is_used_again() -> None:
     tokens = list(range(800))
     table = admit(kv, tokens, 80)
     compute(kv, table, 0, 800, 80)
-    other = kv.open(next(ids), tokens[:400], [])
+    other = kv.open(next(ids), tokens[:400], [], ROOT)
     match = kv.match_prefix(other)
     assert match.num_tokens == 384
     first = (384 - 99) // 64 * 4
@@ -105,9 +108,9 @@ def test_what_fell_out_is_found_until_its_block_is_used_again() -> None:
     kv.check_integrity()
     kv.free(other)
     admit(kv, [7] * 320, 320)  # takes what never was named, and what was freed first: the beginning of the sequence
-    assert kv.match_prefix(kv.open(next(ids), tokens[:160], [])).num_tokens == 0
-    assert kv.match_prefix(kv.open(next(ids), tokens[:400], [])).num_tokens == 384
-    assert kv.match_prefix(kv.open(next(ids), [*tokens, 1], [])).num_tokens == 800
+    assert kv.match_prefix(kv.open(next(ids), tokens[:160], [], ROOT)).num_tokens == 0
+    assert kv.match_prefix(kv.open(next(ids), tokens[:400], [], ROOT)).num_tokens == 384
+    assert kv.match_prefix(kv.open(next(ids), [*tokens, 1], [], ROOT)).num_tokens == 800
 
 
 def test_a_prefix_ends_where_every_window_is_whole() -> None:
@@ -115,17 +118,17 @@ def test_a_prefix_ends_where_every_window_is_whole() -> None:
     tokens = list(range(480))
     table = admit(kv, tokens, 480)
     kv.commit(table, 480)
-    blocks = [kv.match_prefix(kv.open(next(ids), [*tokens, 1], [])).block_ids[group] for group in range(3)]
+    blocks = [kv.match_prefix(kv.open(next(ids), [*tokens, 1], [], ROOT)).block_ids[group] for group in range(3)]
     longer = [len(found) for found in blocks]
     assert longer == [30, 30, 30]
     kv.free(table)
     # Forget one block of the wide window, number 24: what needs it is not found any more, what ends before it is.
     pool = kv._groups[2].pool
     pool.forget(blocks[2][24])
-    assert kv.match_prefix(kv.open(next(ids), [*tokens, 1], [])).num_tokens == 24 * SIZE
+    assert kv.match_prefix(kv.open(next(ids), [*tokens, 1], [], ROOT)).num_tokens == 24 * SIZE
     # And one of the narrow window before it: 7 positions before 384 lie in the tile of blocks 20 to 23.
     kv._groups[1].pool.forget(kv._groups[1].pool.find(table.hashes[22]) or 0)
-    assert kv.match_prefix(kv.open(next(ids), [*tokens, 1], [])).num_tokens == 22 * SIZE
+    assert kv.match_prefix(kv.open(next(ids), [*tokens, 1], [], ROOT)).num_tokens == 22 * SIZE
 
 
 def test_windows_alone_hold_a_prefix_by_its_end() -> None:
@@ -134,8 +137,8 @@ def test_windows_alone_hold_a_prefix_by_its_end() -> None:
     table = admit(kv, tokens, 90)
     compute(kv, table, 0, 900, 90)
     kv.free(table)
-    assert kv.match_prefix(kv.open(next(ids), tokens, [])).num_tokens == 896
-    assert kv.match_prefix(kv.open(next(ids), tokens[:100], [])).num_tokens == 0, "its beginning was overwritten"
+    assert kv.match_prefix(kv.open(next(ids), tokens, [], ROOT)).num_tokens == 896
+    assert kv.match_prefix(kv.open(next(ids), tokens[:100], [], ROOT)).num_tokens == 0, "its beginning was overwritten"
 
 
 def test_a_fork_is_copied_on_write_in_every_group() -> None:
@@ -164,7 +167,7 @@ def test_nothing_changes_when_one_group_is_short() -> None:
     assert kv.append(table, 64, 128) is None
     assert table.block_ids == before
     assert kv.append(table, 64, 80) is not None
-    waiting = kv.open(next(ids), [9] * 32, [])
+    waiting = kv.open(next(ids), [9] * 32, [], ROOT)
     assert kv.shortage(waiting, NO_MATCH, 32) == 2
     assert kv.shortage(waiting, NO_MATCH, 16) == 1
 
