@@ -70,7 +70,7 @@ class Tokenizer:
         self._clean_up = bool(config.settings.get("clean_up_tokenization_spaces")) and backend.model_type != "BPE"
         self._streams = StreamFactory(backend, self._clean_up)
         self._renderer = Renderer()
-        self._texts: dict[int, str] = {}  # of single tokens, as far as met
+        self._texts: dict[bool, dict[int, str]] = {True: {}, False: {}}  # of single tokens; True: no special ones
         self.truncation_side: str = config.settings.get("truncation_side", "right")
         self._theirs: Any = None  # transformers' tokenizer, once it is asked
         self._own = frozenset(vars(self)) - {"chat_template", "truncation_side"} | {"_own"}  # what nobody sets
@@ -193,10 +193,11 @@ class Tokenizer:
         """`decode` of each."""
         return [self.decode(token_ids, skip_special_tokens) for token_ids in sequences]
 
-    def token_text(self, token_id: int) -> str:
-        """Text of one token by itself, special or not; kept, as log-probabilities name the same tokens again."""
-        if (text := self._texts.get(token_id)) is None:
-            text = self._texts[token_id] = self.decode([token_id])
+    def token_text(self, token_id: int, skip_special_tokens: bool = False) -> str:
+        """Text of one token by itself; kept, as log-probabilities name the same tokens again."""
+        texts = self._texts[skip_special_tokens]
+        if (text := texts.get(token_id)) is None:
+            text = texts[token_id] = self.decode([token_id], skip_special_tokens)
         return text
 
     def new_stream(

@@ -9,7 +9,7 @@ import secrets
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, field
-from functools import lru_cache, partial
+from functools import partial
 from typing import Any
 
 import msgspec
@@ -157,12 +157,11 @@ def _learned(tokenizer: Tokenizer | None, template: str) -> Form | None:
         tokenizer.end_rendering()
 
 
-@lru_cache(maxsize=64)
 def _tokens(tokenizer: Tokenizer, marks: tuple[str, ...]) -> tuple[dict[str, int], bool]:
     """Those marks that are tokens of their own, with their ids, and whether text leaves any of them out."""
     found = {mark: id for mark in marks if (id := tokenizer.convert_tokens_to_ids(mark)) is not None}
     found = {mark: id for mark, id in found.items() if tokenizer.token_text(id) == mark}
-    return found, any(not tokenizer.decode([id], skip_special_tokens=True) for id in found.values())
+    return found, any(not tokenizer.token_text(id, skip_special_tokens=True) for id in found.values())
 
 
 def _constraint(asked: Answer, tokens: dict[str, int]) -> StructuredOutputsParams | None:

@@ -6,7 +6,6 @@
 import asyncio
 import time
 from collections.abc import Sequence
-from functools import lru_cache
 from operator import add
 from typing import Any
 
@@ -166,7 +165,7 @@ class _LogprobWriter:
 
     def _shown_length(self, token_id: int, text: str, offset: int, echo: str) -> int:
         """Characters of the choice's text that are a token's; special tokens are not always part of it."""
-        if self._tokenizer is None or not _is_special(self._tokenizer, token_id):
+        if self._tokenizer is None or self._tokenizer.token_text(token_id, skip_special_tokens=True):
             return len(text)
         if offset < len(echo):
             return len(text) if echo.startswith(text, offset) else 0
@@ -182,13 +181,7 @@ class _LogprobWriter:
         return top
 
     def _decode(self, token_id: int) -> str | None:
-        return None if self._tokenizer is None else self._tokenizer.decode([token_id], skip_special_tokens=False)
-
-
-@lru_cache(maxsize=1 << 16)
-def _is_special(tokenizer: Tokenizer, token_id: int) -> bool:
-    """Whether decoding may leave the token out."""
-    return not tokenizer.decode([token_id], skip_special_tokens=True)
+        return None if self._tokenizer is None else self._tokenizer.token_text(token_id)
 
 
 async def _echo(llm: AsyncLLM, prompt: PreparedPrompt, body: CompletionRequest) -> str:
