@@ -5,13 +5,18 @@
 
 import contextlib
 import os
+import resource
 import socket
 import ssl
 from collections.abc import Iterator
 from pathlib import Path
 
+from uvicorn.config import create_ssl_context
+
 from quire.entrypoints.server.options import ServerArgs
 from quire.errors import ConfigError, QuireError
+
+_MAX_FILES = 65536
 
 
 @contextlib.contextmanager
@@ -28,6 +33,15 @@ def bound_socket(args: ServerArgs) -> Iterator[socket.socket]:
         finally:
             if args.uds:
                 Path(args.uds).unlink(missing_ok=True)
+
+
+def raise_file_limit() -> None:
+    """As many open files, that is connections, as the system lets us have."""
+    now, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+    wanted = _MAX_FILES if most == resource.RLIM_INFINITY else min(most, _MAX_FILES)
+    if now != resource.RLIM_INFINITY and now < wanted:
+        with contextlib.suppress(ValueError, OSError):
+            resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, most))
 
 
 def _bind_port(args: ServerArgs) -> socket.socket:
@@ -102,15 +116,9 @@ def ssl_context(args: ServerArgs) -> ssl.SSLContext | None:
     for name in ("ssl_certfile", "ssl_keyfile", "ssl_ca_certs"):
         if (path := getattr(args, name)) and not os.access(path, os.R_OK):
             raise ConfigError(f"{name} {path!r} is not there, or can't be read by this user; name a PEM file.")
-    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    files, asked = (args.ssl_certfile, args.ssl_keyfile), (args.ssl_cert_reqs, args.ssl_ca_certs, args.ssl_ciphers)
     try:
-        context.load_cert_chain(args.ssl_certfile, args.ssl_keyfile)
-        if args.ssl_ca_certs is not None:
-            context.load_verify_locations(args.ssl_ca_certs)
-        if args.ssl_ciphers is not None:
-            context.set_ciphers(args.ssl_ciphers)
+        return create_ssl_context(*files, None, ssl.PROTOCOL_TLS_SERVER, *asked)
     except OSError as error:  # ssl.SSLError is one
         reason = error.strerror or str(error)
         raise ConfigError(f"ssl_certfile, ssl_keyfile, ssl_ca_certs or ssl_ciphers can't be used: {reason}.") from None
-    context.verify_mode = ssl.VerifyMode(args.ssl_cert_reqs)
-    return context

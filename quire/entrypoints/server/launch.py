@@ -29,7 +29,7 @@ import quire
 from quire.config.engine_args import EngineArgs
 from quire.engine.async_llm import AsyncOptions
 from quire.entrypoints.server.adapters import load_modules, read_modules
-from quire.entrypoints.server.address import bound_socket, describe_address, ssl_context
+from quire.entrypoints.server.address import bound_socket, describe_address, raise_file_limit, ssl_context
 from quire.entrypoints.server.app import build_app, imported
 from quire.entrypoints.server.catalog import Catalog
 from quire.entrypoints.server.connection import Connection
@@ -53,7 +53,6 @@ _FLUSH_SECONDS = 1.0  # for last words to reach the clients
 _DEAD_SECONDS = 2.0  # for /health to tell that the engine is dead
 _NEW_OBJECTS = 20_000  # among which cycles are looked for: a step of 256 streams makes thousands, and few cycles
 _EXIT_SECONDS = 3.0  # for the interpreter to leave by itself, which threads can hold up
-_MAX_FILES = 65536
 _STALL_SECONDS = 0.01  # between two looks at the event loop
 _IDLE_SECONDS = 0.2  # likewise, where it has nothing to do but look
 _KEY = '-H "Authorization: Bearer $QUIRE_API_KEY" '
@@ -77,7 +76,7 @@ def serve(args: ServerArgs, engine_args: EngineArgs, catalog: Catalog | None = N
     open_store(args.response_store, args.response_store_max_bytes, args.response_store_seconds)  # likewise
     _open_standard_streams()
     _configure_logging(args)
-    _raise_file_limit()
+    raise_file_limit()
     for risk in args.risks():
         logger.warning(risk)
     with bound_socket(args) as listener:
@@ -321,12 +320,3 @@ def _open_standard_streams() -> None:
     for name in ("stdin", "stdout", "stderr"):
         if getattr(sys, name) is None:
             setattr(sys, name, open(os.devnull, "r" if name == "stdin" else "w"))  # noqa: SIM115
-
-
-def _raise_file_limit() -> None:
-    """As many open files, that is connections, as the system lets us have."""
-    now, most = resource.getrlimit(resource.RLIMIT_NOFILE)
-    wanted = _MAX_FILES if most == resource.RLIM_INFINITY else min(most, _MAX_FILES)
-    if now != resource.RLIM_INFINITY and now < wanted:
-        with contextlib.suppress(ValueError, OSError):
-            resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, most))

@@ -8,7 +8,6 @@ import asyncio
 import contextlib
 import math
 import random
-import resource
 import sys
 import time
 from datetime import datetime
@@ -23,6 +22,7 @@ from quire.entrypoints.cli.load.options import LoadArgs
 from quire.entrypoints.cli.load.outcome import send_all
 from quire.entrypoints.cli.load.workload import Request, fit_lengths, make_requests
 from quire.entrypoints.cli.remote import Model, RemoteError, Server
+from quire.entrypoints.server.address import raise_file_limit
 from quire.errors import ConfigError, QuireError
 
 
@@ -38,7 +38,7 @@ def run(args: LoadArgs) -> None:
     requests = make_requests(fitted, vocab_size, max_model_len)
     asked = random.Random(args.seed).choices(args.lora_modules or [server.model], k=len(requests))
     bodies = [_body(args, name, request) for name, request in zip(asked, requests, strict=True)]
-    _allow_many_connections()
+    raise_file_limit()  # each request under way is a file
     base, route = server.address.path, "/chat/completions" if args.backend == "openai-chat" else "/completions"
     client, arrivals = Client(server.address, server.headers), [request.arrival for request in requests]
     path = f"{base.removesuffix('/v1')}/{args.endpoint.lstrip('/')}" if args.endpoint else base + route
@@ -112,10 +112,3 @@ def _body(args: LoadArgs, model: str, request: Request) -> bytes:
     chosen = {"ignore_eos": ignores or None, "temperature": args.temperature}
     fields |= {name: value for name, value in chosen.items() if value is not None}
     return msgspec.json.encode(fields | (args.extra_body or {}))
-
-
-def _allow_many_connections() -> None:
-    """A request under way takes a file descriptor, of which a process has 1,024 as a rule."""
-    _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
-    with contextlib.suppress(ValueError, OSError):
-        resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
