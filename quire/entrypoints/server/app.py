@@ -17,6 +17,7 @@ from fastapi.routing import iter_route_contexts
 from starlette.exceptions import HTTPException
 from starlette.middleware.cors import CORSMiddleware
 from starlette.responses import Response
+from starlette.types import Receive, Scope, Send
 
 import quire
 from quire.entrypoints.server import (
@@ -129,7 +130,10 @@ def _meant_path(request: Request) -> str | None:
 
 
 class _App(FastAPI):
-    """FastAPI, with a description that names the errors as they are."""
+    """FastAPI, with a description that names the errors as they are, and middleware that is shown HTTP alone."""
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        await (super().__call__ if scope["type"] == "http" else self.router)(scope, receive, send)
 
     def openapi(self) -> dict[str, Any]:
         if self.openapi_schema is None:

@@ -17,15 +17,7 @@ from starlette.exceptions import HTTPException
 from starlette.responses import Response
 from starlette.types import Scope
 
-from quire.errors import (
-    EngineDeadError,
-    EngineStoppedError,
-    InvalidRequestError,
-    NotYetSupportedError,
-    OverloadedError,
-    QuireError,
-    RequestFailedError,
-)
+from quire import errors
 from quire.utils.logs import logger
 
 ANTHROPIC = "/v1/messages"  # what Anthropic's routes begin with
@@ -48,7 +40,7 @@ STATUSES = {
 }
 
 
-class ModelNotFoundError(InvalidRequestError):
+class ModelNotFoundError(errors.InvalidRequestError):
     """The request names a model that this server does not serve."""
 
     def __init__(self, name: str, served: Sequence[str]) -> None:
@@ -79,21 +71,21 @@ class ErrorInfo:
 def describe(error: Exception) -> ErrorInfo:
     """The status and the text for an exception."""
     match error:
-        case InvalidRequestError():
+        case errors.InvalidRequestError():
             return _refusal(404 if error.code in _NOT_FOUND else 400, str(error), error.param, error.code)
-        case NotYetSupportedError():
+        case errors.NotYetSupportedError():
             return _refusal(400, str(error), code="not_supported")
         case RequestValidationError() | ValidationError():
             return _validation(error.errors())
         case HTTPException():
             return _http(error)
-        case OverloadedError():
+        case errors.OverloadedError():
             return _failure(503, error, "overloaded", {"Retry-After": str(error.retry_after)})
-        case EngineStoppedError():
+        case errors.EngineStoppedError():
             return _failure(503, error, "stopping", {"Retry-After": "1"})
-        case EngineDeadError():
+        case errors.EngineDeadError():
             return _failure(500, error, "engine_dead")
-        case RequestFailedError():
+        case errors.RequestFailedError():
             return _failure(500, error, "request_failed")
         case _:
             return ErrorInfo(500, "internal error; the server's log has the details.", "server_error")
@@ -101,7 +93,7 @@ def describe(error: Exception) -> ErrorInfo:
 
 def describe_end(error: Exception) -> ErrorInfo:
     """What is told of a stream that failed; the log has what nobody expected."""
-    if not isinstance(error, QuireError):
+    if not isinstance(error, errors.QuireError):
         logger.exception("a stream failed", exc_info=error)
     return describe(error)
 
@@ -169,12 +161,12 @@ _PLAIN_TEXTS = {
 }
 
 
-def _validation(errors: Sequence[Any]) -> ErrorInfo:
+def _validation(faults: Sequence[Any]) -> ErrorInfo:
     """The first field at fault, with all that its type could have been; or what is in it, where only that is wrong."""
-    places = [_place(error["loc"]) for error in errors]
+    places = [_place(error["loc"]) for error in faults]
     within = (f"{places[0]}[", f"{places[0]}.")
     place = next((at for at in places if at is not None and at.startswith(within)), places[0])
-    found = [error for error, at in zip(errors, places, strict=True) if at == place]
+    found = [error for error, at in zip(faults, places, strict=True) if at == place]
     message = "; or ".join(dict.fromkeys(error["msg"].removeprefix("Value error, ") for error in found[:3]))
     value, kind = found[0].get("input"), found[0]["type"]
     if not isinstance(value, dict | list):

@@ -1,7 +1,7 @@
 """What every request passes through, in plain ASGI: API keys, limits, counting, and errors that nobody caught.
 
-`build_app` puts them around the routes. None of them looks into a body or a response; a stream's chunks pass through
-one extra call.
+`build_app` puts them around the routes, and has only HTTP come to them. None of them looks into a body or a response; a
+stream's chunks pass through one extra call.
 """
 
 import base64
@@ -49,9 +49,6 @@ class Frame:
         self._app, self._state, self._counts = app, state, counts
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] != "http":
-            await self._app(scope, receive, send)
-            return
         path, asked = route_path(scope), scope["path"]  # quoted for the log, or a client could write lines of its own
         # A HEAD request is run as the GET that it asks about, but for streams without an end.
         is_head = scope["method"] == "HEAD" and path not in _ENDLESS_PATHS
@@ -120,7 +117,7 @@ class BaseURLs:
             self._versioned.add(parts[1]) if parts[0] == "v1" else self._plain.add(parts[0])
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] == "http" and (found := route_path(scope)).startswith("/"):
+        if (found := route_path(scope)).startswith("/"):
             given = found.strip("/").split("/")
             own = [*itertools.dropwhile(lambda part: part in ("", "v1"), given)]
             if own and own[0] in self._versioned | self._plain:
@@ -137,7 +134,7 @@ class ApiKeys:
         self._app, self._digests = app, [_digest(key.encode()) for key in keys]
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] != "lifespan" and route_path(scope) not in PUBLIC_PATHS:
+        if route_path(scope) not in PUBLIC_PATHS:
             if (digest := self._valid_key(scope["headers"])) is None:
                 # A browser asks a person for the key (as the password) only if the page itself is refused this way.
                 raise AuthenticationError('Basic realm="Quire"' if route_path(scope) in _PAGES else "Bearer")
@@ -189,9 +186,6 @@ class RequestLimits:
         self._app, self._max_body_bytes, self._max_headers = app, max_body_bytes, max_headers
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] != "http":
-            await self._app(scope, receive, send)
-            return
         if len(scope["headers"]) > self._max_headers:
             raise HTTPException(431, f"the request has more than {self._max_headers} headers.")
         self._check(_content_length(scope["headers"]))

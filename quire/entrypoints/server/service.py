@@ -192,7 +192,7 @@ class TurnService(Generic[_Body]):
                         yield part
                 elif events := write(batch):
                     yield events
-                if outlet is not None:
+                if outlet is not None and turn.num_unfinished:
                     outputs.around = around_text(writer)
 
 

@@ -8,18 +8,13 @@ from collections.abc import Sequence
 from datetime import UTC, datetime
 from typing import Any
 
+from quire.entrypoints.server import ollama_requests as forms
 from quire.entrypoints.server.completion_request import OtherCompletion
 from quire.entrypoints.server.dialects.chat import token_logprobs
 from quire.entrypoints.server.dialects.completions import read_completion
 from quire.entrypoints.server.dialects.through_chat import read_through_chat, renamed, validated, within_context
 from quire.entrypoints.server.errors import ErrorInfo
 from quire.entrypoints.server.event_service import Event, EventWriter
-from quire.entrypoints.server.ollama_requests import (
-    OllamaChatRequest,
-    OllamaGenerateRequest,
-    OllamaMessage,
-    OllamaRequest,
-)
 from quire.entrypoints.server.parsers.base import ReasoningDelta, TextDelta, ToolCallDelta, ToolCallEnd, ToolCallStart
 from quire.entrypoints.server.requests_common import AnyRequest, GenerationRequest, wrong
 from quire.entrypoints.server.responses import TokenLogprob, encode
@@ -40,14 +35,14 @@ _EFFORTS = {True: "medium", False: "none"}
 
 
 async def read_ollama(
-    state: ServerState, body: OllamaChatRequest | OllamaGenerateRequest, request_id: str
+    state: ServerState, body: forms.OllamaChatRequest | forms.OllamaGenerateRequest, request_id: str
 ) -> "tuple[TurnRequest, OllamaWriter]":
     """See `Read`."""
     state.unknown_fields.note(body)
     num_top = (body.top_logprobs or 0) if body.logprobs else None
     fields, plain = _fields(body), GenerationRequest.model_validate({"model": body.model, "stream": body.stream})
     tokenizer, raw = state.llm.tokenizer, None
-    if isinstance(body, OllamaChatRequest):
+    if isinstance(body, forms.OllamaChatRequest):
         fields |= {"messages": _messages(body.messages), "tools": body.tools}
     else:
         template = None if tokenizer is None else state.args.chat_template or tokenizer.chat_template
@@ -73,7 +68,7 @@ async def read_ollama(
 
     limit = (body.options and body.options.num_predict) or 0
     request, turn = await within_context(read, limit if limit >= 1 else None, _NAMES["max_tokens"])
-    facts = len(request.prompts[0].token_ids), isinstance(body, OllamaChatRequest), num_top
+    facts = len(request.prompts[0].token_ids), isinstance(body, forms.OllamaChatRequest), num_top
     return request, OllamaWriter(state.check_model(body.model), turn, *facts)
 
 
@@ -162,12 +157,12 @@ def now() -> str:
 
 def loaded(body: AnyRequest, model: str) -> dict[str, Any]:
     """The answer to a request that asks for nothing."""
-    is_chat = isinstance(body, OllamaChatRequest)
+    is_chat = isinstance(body, forms.OllamaChatRequest)
     empty = {"message": {"role": "assistant", "content": ""}} if is_chat else {"response": ""}
     return {"model": model, "created_at": now(), **empty, "done": True, "done_reason": "load"}
 
 
-def _fields(body: OllamaRequest) -> dict[str, Any]:
+def _fields(body: forms.OllamaRequest) -> dict[str, Any]:
     """The fields of a chat request that asks for the same, but for the conversation and its end."""
     fields: dict[str, Any] = {}
     if body.options is not None:
@@ -184,7 +179,7 @@ def _fields(body: OllamaRequest) -> dict[str, Any]:
     return {name: value for name, value in fields.items() if value is not None}
 
 
-def _messages(given: list[OllamaMessage]) -> list[dict[str, Any]]:
+def _messages(given: list[forms.OllamaMessage]) -> list[dict[str, Any]]:
     """Messages as OpenAI has them: calls have ids, and a result without one is of the first open call (of its name).
 
     A result may come without its call, as Ollama takes it.

@@ -12,16 +12,7 @@ from contextlib import contextmanager
 from functools import lru_cache
 from typing import Any, TypeVar
 
-from quire.entrypoints.server.parsers.base import (
-    ContentEvent,
-    Offer,
-    Parser,
-    ReasoningDelta,
-    TextDelta,
-    ToolCallDelta,
-    ToolCallEnd,
-    ToolCallStart,
-)
+from quire.entrypoints.server.parsers import base
 from quire.entrypoints.server.parsers.json_scanner import JsonScanner, NoJsonError
 
 _T = TypeVar("_T")
@@ -38,18 +29,18 @@ class WrongCallError(Exception):
 class Reader:
     """The text of one choice, as far as it has come, and the events that a script made of it."""
 
-    def __init__(self, offer: Offer, new_id: Callable[[], str]) -> None:
+    def __init__(self, offer: base.Offer, new_id: Callable[[], str]) -> None:
         """`new_id` makes an id for a call."""
         self.offer, self.new_id = offer, new_id
         self.functions = {function.name: function for function in offer.functions}
         self.num_calls = 0
-        self._events: list[ContentEvent] = []
+        self._events: list[base.ContentEvent] = []
         self._text, self._at = "", 0
         self._closed = self._cut = False
         self._lost = False  # the text was cut within a call: what is left of it is no text
         self._try_from: int | None = None  # where an attempt to read a call began, after its mark
         self._mark = ""
-        self._kind: type[TextDelta] | type[ReasoningDelta] = TextDelta
+        self._kind: type[base.TextDelta] | type[base.ReasoningDelta] = base.TextDelta
         self._spaces = ""  # at the end of what was said: shown when more follows
         self._calling = self._sent = self._after_call = False
 
@@ -68,14 +59,16 @@ class Reader:
         sure = len(self._mark) >= _SURE or self._calling or self._after_call or self.offer.choice == "required"
         self._lost = cut and self._try_from is not None and sure
 
-    def take_events(self) -> list[ContentEvent]:
+    def take_events(self) -> list[base.ContentEvent]:
         """The events since the last time."""
         events, self._events = self._events, []
         return events
 
     # Text.
 
-    def text(self, *marks: str, kind: type[TextDelta] | type[ReasoningDelta] = TextDelta) -> Script[str | None]:
+    def text(
+        self, *marks: str, kind: type[base.TextDelta] | type[base.ReasoningDelta] = base.TextDelta
+    ) -> Script[str | None]:
         """Hand on text until a mark, which is returned; None at the text's end. Space before a mark is held back."""
         self._kind = kind
         while True:
@@ -281,21 +274,21 @@ class Reader:
         """
         if not isinstance(name, str) or not name.isprintable() or not 1 <= len(name) <= MAX_NAME:
             raise WrongCallError
-        self._events.append(ToolCallStart(self.num_calls, id or self.new_id(), name))
+        self._events.append(base.ToolCallStart(self.num_calls, id or self.new_id(), name))
         self.num_calls += 1
         self._calling, self._sent, self._spaces = True, False, ""
 
     def send(self, arguments: str) -> None:
         """More of the call's arguments."""
         if arguments:
-            self._events.append(ToolCallDelta(self.num_calls - 1, arguments))
+            self._events.append(base.ToolCallDelta(self.num_calls - 1, arguments))
             self._sent = True
 
     def end(self) -> None:
         """The call is complete."""
         if not self._sent:
             self.send("{}")
-        self._events.append(ToolCallEnd(self.num_calls - 1))
+        self._events.append(base.ToolCallEnd(self.num_calls - 1))
         self._calling, self._after_call = False, True
         self._try_from, self._mark = self._at, ""  # another call may follow within the attempt
 
@@ -314,19 +307,19 @@ class Reader:
                 yield from self.literal("null")
 
 
-class ScriptParser(Parser):
+class ScriptParser(base.Parser):
     """A `Parser` that runs a script."""
 
-    def __init__(self, script: Callable[[Reader], Script[None]], offer: Offer, new_id: Callable[[], str]) -> None:
+    def __init__(self, script: Callable[[Reader], Script[None]], offer: base.Offer, new_id: Callable[[], str]) -> None:
         self._reader = Reader(offer, new_id)
         self._script = _to_the_end(script, self._reader)
 
-    def push(self, text: str) -> list[ContentEvent]:
+    def push(self, text: str) -> list[base.ContentEvent]:
         self._reader.feed(text)
         next(self._script, None)
         return self._reader.take_events()
 
-    def finish(self, cut: bool = False) -> list[ContentEvent]:
+    def finish(self, cut: bool = False) -> list[base.ContentEvent]:
         self._reader.close(cut)
         next(self._script, None)
         return self._reader.take_events()
