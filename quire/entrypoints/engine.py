@@ -8,7 +8,6 @@ import gc
 import logging
 import os
 import shutil
-import signal
 import sys
 import threading
 import time
@@ -20,6 +19,7 @@ from quire.engine.clients.process import CLOSE_SECONDS, WRITING_SECONDS, Birth, 
 from quire.errors import QuireError
 from quire.executor.binding import cpus_of_ranks
 from quire.protocol.core import Failed, Fault
+from quire.utils.child import leave_ends_to_parent
 from quire.utils.logs import configure_logging, logger
 
 _EXIT_ORPHANED = 3
@@ -30,13 +30,12 @@ def main() -> int:
     sys.setswitchinterval(1e-3)  # seconds: of a thread that computes beside the loop, as one that loads an adapter
     # The front end, whose work is short, goes first: requests that trickle in cost the engine whole steps.
     os.nice(5)
-    # A terminal's Ctrl-C and a service manager's SIGTERM go to the whole group: the parent decides what they mean.
-    for number in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(number, signal.SIG_IGN)
+    leave_ends_to_parent()
     if not (line := sys.stdin.buffer.readline()).endswith(b"\n"):
         return _EXIT_ORPHANED
     birth = msgspec.json.decode(line, type=Birth)
     configure_logging(birth.log_level, f"engine {birth.rank}: " if birth.args.data_parallel_size > 1 else "")
+    logging.getLogger("quire.config").setLevel(logging.ERROR)  # the front end has read, and told, the same
     _take_share(birth.args, birth.rank)
     leaving = threading.Event()
     threading.Thread(target=_watch_parent, args=(birth.directory, leaving), daemon=True).start()

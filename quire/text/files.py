@@ -5,13 +5,13 @@ a few classes rebuild the pipeline of tokenizer.json by code, the others take th
 add_bos_token and add_eos_token of tokenizer_config.json count for nothing, as the file's post-processor decides.
 """
 
-import json
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from tokenizers import AddedToken
 
+from quire.config.config_json import parse_json
 from quire.config.families import family_of
 from quire.errors import ModelLoadError
 
@@ -94,12 +94,7 @@ def _read_tokenizer_config(directory: Path) -> TokenizerConfig:
 
 def _read_object(path: Path) -> dict[str, Any]:
     """What a JSON file says; {} where there is none."""
-    text = _read_text(path) if path.is_file() else "{}"
-    try:
-        value = json.loads(text)
-    except (ValueError, RecursionError) as error:
-        message = f"{path.name} of the tokenizer can't be read ({error}); download the file again."
-        raise ModelLoadError(message) from None
+    value = parse_json(path, "the tokenizer") if path.is_file() else {}
     if not isinstance(value, dict):
         raise ModelLoadError(f"{path.name} of the tokenizer holds a {type(value).__name__}, not an object.")
     return value

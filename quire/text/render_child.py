@@ -8,7 +8,6 @@ worth, and whatever ends it ends nothing else.
 import math
 import os
 import resource
-import signal
 import sys
 import time
 
@@ -17,6 +16,7 @@ import msgspec
 from quire.errors import InvalidRequestError
 from quire.text.renderer import FRAME, MAX_CHARS, Answer, Job
 from quire.text.template import ChatTemplate
+from quire.utils.child import leave_ends_to_parent
 
 # Share of the memory limit; one that still holds so much after its answer makes way for a fresh one.
 _RETIRES_AT = 1 / 4
@@ -42,9 +42,7 @@ def main(seconds: int, megabytes: int) -> None:
         seconds: of processor time that a job may take; past it, SIGXCPU ends the process, whatever it is in.
         megabytes: of address space; past it, an allocation fails.
     """
-    # A terminal's Ctrl-C and a service manager's SIGTERM go to the whole group: the parent decides what they mean.
-    for number in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(number, signal.SIG_IGN)
+    leave_ends_to_parent()
     for limit, most in ((resource.RLIMIT_AS, megabytes << 20), (resource.RLIMIT_CORE, 0), (resource.RLIMIT_FSIZE, 0)):
         _, hard = resource.getrlimit(limit)
         most = most if hard == resource.RLIM_INFINITY else min(most, hard)

@@ -34,6 +34,12 @@ def work_behind_others() -> None:
         os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _NICENESS)
 
 
+def leave_ends_to_parent() -> None:
+    """In a child: a terminal's Ctrl-C and a service manager's SIGTERM go to the whole group; the parent decides."""
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, signal.SIG_IGN)
+
+
 def start_child(
     module: str, *arguments: str, answers: bool = False, keys: bool = True, shares: Sequence[int] = ()
 ) -> Child:

@@ -16,7 +16,7 @@ import time
 
 from quire.errors import RequestFailedError
 from quire.text.grammars.meter import STEP_ITEMS
-from quire.utils.child import start_child
+from quire.utils.child import leave_ends_to_parent, start_child
 
 _FRAME = struct.Struct("<dQ")  # seconds, bytes that follow
 _MEGABYTES = 1500  # of address space
@@ -77,8 +77,7 @@ def main() -> None:
     """Answer until the input ends, or the system ends this."""
     import llguidance
 
-    for number in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(number, signal.SIG_IGN)
+    leave_ends_to_parent()
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     resource.setrlimit(resource.RLIMIT_AS, (_MEGABYTES << 20, _MEGABYTES << 20))
     bytes_alone, limits = llguidance.LLTokenizer("byte"), llguidance.LLParserLimits(step_max_items=STEP_ITEMS)
