@@ -111,6 +111,10 @@ class Fields(BaseModel):
     model_config = ConfigDict(use_attribute_docstrings=True, strict=True, extra="allow", allow_inf_nan=False)
 
 
+# Of `LlamaSampling`, in OpenAI's names too.
+SAME = ("temperature", "top_k", "top_p", "min_p", "presence_penalty", "frequency_penalty", "seed", "stop")
+
+
 class LlamaSampling(Fields):
     """How to draw, in the names of llama.cpp, which are Ollama's too."""
 
@@ -127,6 +131,10 @@ class LlamaSampling(Fields):
     # Refused.
     typical_p: Annotated[None, refuse(NO_SAMPLER, 1, 1.0)] = None
     mirostat: Annotated[None, refuse(NO_SAMPLER, 0)] = None
+
+    def openai_fields(self) -> dict[str, Any]:
+        """The same in OpenAI's names."""
+        return {name: getattr(self, name) for name in SAME} | {"repetition_penalty": self.repeat_penalty}
 
 
 class StreamOptions(Fields):

@@ -14,7 +14,8 @@ from msgspec.structs import astuple
 
 from quire.engine.async_llm import AsyncLLM
 from quire.entrypoints.server import responses
-from quire.entrypoints.server.completion_request import CompletionRequest
+from quire.entrypoints.server.completion_request import CompletionRequest, OtherCompletion
+from quire.entrypoints.server.dialects.through_chat import validated
 from quire.entrypoints.server.responses import CompletionLogprobs, Head, Usage, bounded, bounded_entries, token_name
 from quire.entrypoints.server.sampling import check_size, completion_params, prepared_prompt, terms_of
 from quire.entrypoints.server.service import TurnRequest
@@ -62,6 +63,14 @@ async def read_completion(
     writer = CompletionWriter(body, (f"cmpl-{request_id}", int(time.time()), model), turn, logprobs, echoes)
     writer.opens_large = bool(body.echo) and body.logprobs is not None and sum(lengths) * params.n > _LONG
     return TurnRequest(request_id, prompts, params, terms_of(body, state.llm), adapter, names_of(body)), writer
+
+
+async def read_other_completion(
+    state: ServerState, fields: dict[str, Any], limit: int | None, request_id: str
+) -> "tuple[TurnRequest, CompletionWriter]":
+    """See `Read`: the completion request of these fields, of another API, and this limit of its output; None: none."""
+    body = validated(OtherCompletion, fields | {"max_tokens": -1 if limit is None else limit})
+    return await read_completion(state, body, request_id)
 
 
 class CompletionWriter:

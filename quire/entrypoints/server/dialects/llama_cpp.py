@@ -9,9 +9,8 @@ from typing import Any
 import msgspec
 from msgspec import UNSET
 
-from quire.entrypoints.server.completion_request import OtherCompletion
-from quire.entrypoints.server.dialects.completions import CompletionWriter, read_completion
-from quire.entrypoints.server.dialects.through_chat import renamed, validated, within_context
+from quire.entrypoints.server.dialects.completions import read_other_completion
+from quire.entrypoints.server.dialects.through_chat import renamed, within_context
 from quire.entrypoints.server.errors import ErrorInfo
 from quire.entrypoints.server.event_service import Event, EventWriter
 from quire.entrypoints.server.llama_requests import LlamaCompletionRequest, prompts_of
@@ -25,8 +24,7 @@ from quire.outputs import Logprob
 
 # Completions' fields -> those of the body, where they differ.
 _NAMES = {"max_tokens": "n_predict", "repetition_penalty": "repeat_penalty", "logprobs": "n_probs"}
-_SAME = ("temperature", "top_k", "top_p", "min_p", "presence_penalty", "frequency_penalty", "seed", "stop")
-_SAME += ("logit_bias", "ignore_eos", "json_schema", "grammar", "stream", "model")
+_SAME = ("logit_bias", "ignore_eos", "json_schema", "grammar", "stream", "model")
 
 
 async def read_llama(
@@ -34,7 +32,7 @@ async def read_llama(
 ) -> "tuple[TurnRequest, LlamaWriter]":
     """See `Read`."""
     state.unknown_fields.note(body)
-    fields = {name: getattr(body, name) for name in _SAME}
+    fields = body.openai_fields() | {name: getattr(body, name) for name in _SAME}
     if body.seed == -1:
         fields["seed"] = None
     if body.n_predict == 0:
@@ -43,15 +41,11 @@ async def read_llama(
     prompts: list[Any] = prompts_of(body.prompt)
     if not all(isinstance(prompt, str) for prompt in prompts):  # then all as tokens
         prompts = await asyncio.gather(*(tokens_of(state, prompt) for prompt in prompts))
-    fields |= {"prompt": prompts, "repetition_penalty": body.repeat_penalty, "logprobs": body.n_probs or None}
-    fields["return_token_ids"] = body.return_tokens
-
-    async def read(limit: int | None) -> tuple[TurnRequest, CompletionWriter]:
-        request = validated(OtherCompletion, fields | {"max_tokens": -1 if limit is None else limit})
-        return await read_completion(state, request, request_id)
-
+    fields |= {"prompt": prompts, "logprobs": body.n_probs or None, "return_token_ids": body.return_tokens}
     with renamed(_NAMES):
-        turn, writer = await within_context(read, limit, "max_tokens")
+        turn, writer = await within_context(
+            lambda limit: read_other_completion(state, fields, limit, request_id), limit, "max_tokens"
+        )
     return turn, LlamaWriter(body, state.check_model(body.model), writer.turn, turn)
 
 

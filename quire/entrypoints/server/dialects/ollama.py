@@ -11,12 +11,12 @@ from typing import Any
 from quire.entrypoints.server import ollama_requests as forms
 from quire.entrypoints.server.completion_request import OtherCompletion
 from quire.entrypoints.server.dialects.chat import token_logprobs
-from quire.entrypoints.server.dialects.completions import read_completion
-from quire.entrypoints.server.dialects.through_chat import read_through_chat, renamed, validated, within_context
+from quire.entrypoints.server.dialects.completions import read_other_completion
+from quire.entrypoints.server.dialects.through_chat import read_through_chat, renamed, within_context
 from quire.entrypoints.server.errors import ErrorInfo
 from quire.entrypoints.server.event_service import Event, EventWriter
 from quire.entrypoints.server.parsers.base import ReasoningDelta, TextDelta, ToolCallDelta, ToolCallEnd, ToolCallStart
-from quire.entrypoints.server.requests_common import AnyRequest, GenerationRequest, wrong
+from quire.entrypoints.server.requests_common import SAME, AnyRequest, GenerationRequest, wrong
 from quire.entrypoints.server.responses import TokenLogprob, encode
 from quire.entrypoints.server.service import TurnRequest
 from quire.entrypoints.server.state import ServerState
@@ -24,8 +24,7 @@ from quire.entrypoints.server.timings import timings_of
 from quire.entrypoints.server.turn import ContentEvent, Delta, Turn, arguments_of
 from quire.errors import InvalidRequestError
 
-_OPTIONS = ("temperature", "top_k", "top_p", "min_p", "presence_penalty", "frequency_penalty", "seed", "stop")
-_NAMES = {name: f"options.{name}" for name in _OPTIONS} | {
+_NAMES = {name: f"options.{name}" for name in SAME} | {
     "max_tokens": "options.num_predict",
     "repetition_penalty": "options.repeat_penalty",
     "response_format": "format",
@@ -59,11 +58,9 @@ async def read_ollama(
                 raise InvalidRequestError("think is of no use: this model's chat template has no thoughts.", "think")
             return turn, writer.turn
         own = {name: value for name, value in fields.items() if name in OtherCompletion.model_fields}
-        own |= {"prompt": raw, "max_tokens": -1 if limit is None else limit, **plain.model_dump(exclude_unset=True)}
+        own |= {"prompt": raw, "logprobs": num_top, **plain.model_dump(exclude_unset=True)}
         with renamed(_NAMES | {"logprobs": "top_logprobs"}):
-            turn, completion = await read_completion(
-                state, validated(OtherCompletion, own | {"logprobs": num_top}), request_id
-            )
+            turn, completion = await read_other_completion(state, own, limit, request_id)
         return turn, completion.turn
 
     limit = (body.options and body.options.num_predict) or 0
@@ -164,10 +161,7 @@ def loaded(body: AnyRequest, model: str) -> dict[str, Any]:
 
 def _fields(body: forms.OllamaRequest) -> dict[str, Any]:
     """The fields of a chat request that asks for the same, but for the conversation and its end."""
-    fields: dict[str, Any] = {}
-    if body.options is not None:
-        fields = {name: getattr(body.options, name) for name in _OPTIONS}
-        fields["repetition_penalty"] = body.options.repeat_penalty
+    fields = {} if body.options is None else body.options.openai_fields()
     if isinstance(body.format, dict):
         fields["response_format"] = {"type": "json_schema", "json_schema": {"schema": body.format}}
     elif body.format:

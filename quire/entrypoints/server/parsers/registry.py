@@ -23,31 +23,22 @@ from quire.entrypoints.server.parsers.forms import Form
 from quire.entrypoints.server.parsers.thoughts import ThoughtForm
 from quire.errors import ConfigError
 
-TOOL_FORMS: dict[str, Form] = {
-    "hermes": json_formats.HERMES,
-    "qwen2_5": json_formats.HERMES,
-    "llama3_json": json_formats.LLAMA3,
-    "llama4_json": json_formats.LLAMA3,
-    "llama4_pythonic": pythonic.FORM,
-    "pythonic": pythonic.FORM,
-    "mistral": mistral.FORM,
-    "qwen3_coder": qwen3_coder.FORM,
-    "qwen3_xml": qwen3_coder.FORM,
-    "deepseek_v3": deepseek.FORM,
-    "deepseek_v31": deepseek.FORM,
-    "granite": json_formats.GRANITE,
-    "phi4": json_formats.PHI4,
-    "phi4_mini_json": json_formats.PHI4,
-    "gemma": gemma.FORM,
-    "gemma4": gemma.FORM,
-    "functiongemma": gemma.FORM,
-    "glm4": glm.FORM,
-    "glm45": glm.FORM,
-    "glm47": glm.FORM,
-    "kimi_k2": kimi_k2.FORM,
-    "openai": harmony.FORM,
-    "gpt-oss": harmony.FORM,
-}
+# Each format, and the names that it goes by.
+_FORMS: list[tuple[Form, tuple[str, ...]]] = [
+    (json_formats.HERMES, ("hermes", "qwen2_5")),
+    (json_formats.LLAMA3, ("llama3_json", "llama4_json")),
+    (pythonic.FORM, ("llama4_pythonic", "pythonic")),
+    (mistral.FORM, ("mistral",)),
+    (qwen3_coder.FORM, ("qwen3_coder", "qwen3_xml")),
+    (deepseek.FORM, ("deepseek_v3", "deepseek_v31")),
+    (json_formats.GRANITE, ("granite",)),
+    (json_formats.PHI4, ("phi4", "phi4_mini_json")),
+    (gemma.FORM, ("gemma", "gemma4", "functiongemma")),
+    (glm.FORM, ("glm4", "glm45", "glm47")),
+    (kimi_k2.FORM, ("kimi_k2",)),
+    (harmony.FORM, ("openai", "gpt-oss")),
+]
+TOOL_FORMS = {name: form for form, names in _FORMS for name in names}
 HARMONY = "openai_gptoss"
 THOUGHT_FORMS: dict[str, ThoughtForm] = {**thoughts.FORMS, HARMONY: harmony.THOUGHTS, "gpt-oss": harmony.THOUGHTS}
 TOOL_NAMES = ("auto", "none", "generic", *TOOL_FORMS)

@@ -68,16 +68,10 @@ class ThoughtForm(Struct, frozen=True):
         return script
 
 
-THINK_TAGS = ThoughtForm()
 FORMS = {
-    "think": THINK_TAGS,
-    "deepseek_r1": ThoughtForm(assumed=True),
-    "deepseek_v3": THINK_TAGS,
-    "qwen3": THINK_TAGS,
-    "glm45": THINK_TAGS,
-    "kimi_k2": THINK_TAGS,
+    **dict.fromkeys(("think", "deepseek_v3", "qwen3", "glm45", "kimi_k2"), ThoughtForm()),
+    **dict.fromkeys(("deepseek_r1", "minimax_m2"), ThoughtForm(assumed=True)),
     "hunyuan_a13b": ThoughtForm(around=("<answer>", "</answer>")),
-    "minimax_m2": ThoughtForm(assumed=True),
     "mistral": ThoughtForm(("[THINK]",), ("[/THINK]",)),
     "seed_oss": ThoughtForm(("<seed:think>",), ("</seed:think>",)),
     "gemma4": ThoughtForm(("<|channel>thought", "<|channel>"), ("<channel|>",)),
