@@ -209,8 +209,8 @@ async def pin_prefix(body: PinRequest, state: Changeable) -> PinnedPrefix:
     of_chat = is_chat(body)
     prompt: dict[str, Any] = {} if body.cache_salt is None else {"cache_salt": body.cache_salt}
     if of_chat:
-        messages = [message.model_dump(exclude_unset=True) for message in body.messages]
-        prompt["prompt"] = await conversation_text(state, messages, chat_template=None, add_generation_prompt=False)
+        text = await conversation_text(state, body.messages, chat_template=None, add_generation_prompt=False)
+        prompt["prompt"] = text
     else:
         prompt["prompt" if isinstance(body.prompt, str) else "prompt_token_ids"] = body.prompt
     return await state.llm.pin_prefix(prompt, body.name, add_special_tokens=not of_chat)  # type: ignore[arg-type]

@@ -70,8 +70,7 @@ async def _encode_with_lists(answer: dict[str, Any], **lists: list[Any] | None) 
 
 async def _render(body: forms.TokenizeRequest, state: ServerState) -> str:
     names = ("chat_template", "tools", "add_generation_prompt", "continue_final_message", "chat_template_kwargs")
-    messages = [message.model_dump(exclude_unset=True) for message in body.messages]
-    return await conversation_text(state, messages, **{name: getattr(body, name) for name in names})
+    return await conversation_text(state, body.messages, **{name: getattr(body, name) for name in names})
 
 
 @router.post("/detokenize", tags=["tokenizer"])

@@ -3,6 +3,7 @@
 Chat and /tokenize call it, so that both see the same prompt. The rendering is `AsyncLLM.render_chat`'s.
 """
 
+from collections.abc import Iterable
 from typing import Any
 
 from quire.entrypoints.server.state import ServerState
@@ -26,11 +27,12 @@ def template_of(state: ServerState, chat_template: str | None, tools: Any) -> st
 
 
 async def conversation_text(
-    state: ServerState, messages: list[dict[str, Any]], *, chat_template: str | None, **options: Any
+    state: ServerState, messages: Iterable[Any], *, chat_template: str | None, **options: Any
 ) -> str:
     """The prompt of a request's conversation.
 
     Args:
+        messages: dicts, or models of a body.
         chat_template: the one that the request brings.
         options: further fields of `Conversation`.
 
@@ -40,7 +42,7 @@ async def conversation_text(
     template_of(state, chat_template, options.get("tools"))  # may it bring one?
     variables = (state.args.default_chat_template_kwargs or {}) | (options.get("chat_template_kwargs") or {})
     return await state.llm.render_chat(
-        messages,
+        [dict(message) for message in messages],
         chat_template=state.args.chat_template if chat_template is None else chat_template,
         trusted=chat_template is None,
         content_format=state.args.chat_template_content_format,

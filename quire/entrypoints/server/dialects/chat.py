@@ -93,7 +93,7 @@ async def _render(state: ServerState, body: ChatCompletionRequest) -> str:
     template, args = template_of(state, body.chat_template, body.tools), state.args
     return await conversation_text(
         state,
-        [dict(message) for message in body.messages],
+        body.messages,
         chat_template=body.chat_template,
         tools=None if body.tool_choice == "none" and args.exclude_tools_when_tool_choice_none else body.tools,
         documents=body.documents,

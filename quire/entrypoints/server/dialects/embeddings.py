@@ -50,7 +50,7 @@ async def read_embedding(
     if of_chat:
         turns: dict[str, Any] = {name: bool(getattr(body, name)) for name in _TURNS}
         turns |= {"chat_template": body.chat_template, "chat_template_kwargs": body.chat_template_kwargs}
-        texts = [await conversation_text(state, [dict(one) for one in each], **turns) for each in body.messages]
+        texts = [await conversation_text(state, each, **turns) for each in body.messages]
     state.llm.check_room(len(texts))
     prompts = []
     for text in texts:
