@@ -23,8 +23,10 @@ class Timings(Struct):
     predicted_per_second: float
 
 
-def timings_of(turn: Turn) -> Timings | UnsetType:
-    """Of a turn that has ended; UNSET where the engine keeps no times."""
+def timings_of(turn: Turn, asked: bool | None = True) -> Timings | UnsetType:
+    """Of a turn once it has ended; UNSET before, where nobody `asked`, and where the engine keeps no times."""
+    if not asked or turn.num_unfinished:
+        return UNSET
     kept = [output.metrics for output in turn.outputs]
     ended = [(times, times.finished_time) for times in kept if times is not None and times.finished_time is not None]
     if not ended or len(ended) < len(kept):

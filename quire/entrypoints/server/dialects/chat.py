@@ -147,12 +147,10 @@ class ChatWriter:
         if finish is not None:
             choice.finish_reason, choice.stop_reason = finish.reason, finish.stop_reason
         usage = Usage.of(self.turn) if self._running_usage else None if self.ends_with_usage else UNSET
-        chunk = responses.ChatChunk(*self._head, [choice], usage)
+        chunk = responses.ChatChunk(*self._head, [choice], usage, timings=timings_of(self.turn, self._body.timings))
         if self._body.return_token_ids:
             choice.token_ids = delta.token_ids
             chunk.prompt_token_ids = delta.output.prompt_token_ids if delta.begins else UNSET
-        if finish is not None and self._body.timings and self.turn.num_unfinished == 0:
-            chunk.timings = timings_of(self.turn)
         return chunk
 
     def usage_chunk(self) -> Struct:
@@ -168,13 +166,12 @@ class ChatWriter:
         return choice
 
     def answer(self, choices: list[Any], output: RequestOutput) -> Struct:
-        response = responses.ChatResponse(*self._head, choices, Usage.of(self.turn))  # type: ignore[arg-type]
+        usage, timings = Usage.of(self.turn), timings_of(self.turn, self._body.timings)
+        response = responses.ChatResponse(*self._head, choices, usage, timings=timings)
         if self._body.return_token_ids and len(self.turn.outputs) == 1:
             response.prompt_token_ids = output.prompt_token_ids
         if self._body.prompt_logprobs is not None:
             response.prompt_logprobs = bounded_entries(output.prompt_logprobs or [])
-        if self._body.timings:
-            response.timings = timings_of(self.turn)
         return response
 
     def logprobs(self, delta: Delta) -> responses.ChatLogprobs | None:

@@ -92,19 +92,15 @@ class CompletionWriter:
 
     def chunk(self, delta: Delta) -> Struct:
         usage = Usage.of(self.turn) if self._running_usage else None if self.ends_with_usage else UNSET
-        chunk = responses.CompletionResponse(*self._head, [self._piece(delta)], usage)
-        if delta.finish is not None and self._body.timings and self.turn.num_unfinished == 0:
-            chunk.timings = timings_of(self.turn)
-        return chunk
+        timings = timings_of(self.turn, self._body.timings)
+        return responses.CompletionResponse(*self._head, [self._piece(delta)], usage, timings=timings)
 
     def usage_chunk(self) -> Struct:
         return responses.CompletionResponse(*self._head, [], Usage.of(self.turn))
 
     def answer(self, choices: list[Any], output: RequestOutput) -> Struct:
-        response = responses.CompletionResponse(*self._head, choices, Usage.of(self.turn), responses.SYSTEM_FINGERPRINT)
-        if self._body.timings:
-            response.timings = timings_of(self.turn)
-        return response
+        usage, timings = Usage.of(self.turn), timings_of(self.turn, self._body.timings)
+        return responses.CompletionResponse(*self._head, choices, usage, responses.SYSTEM_FINGERPRINT, timings=timings)
 
     def choice(self, delta: Delta) -> responses.CompletionChoice:
         choice = self._piece(delta)

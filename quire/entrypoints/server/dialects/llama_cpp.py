@@ -114,7 +114,7 @@ class LlamaWriter(EventWriter):
             "stopping_word": word,
             "tokens_cached": delta.output.num_cached_tokens or 0,
         }
-        timings = timings_of(self.turn) if self.turn.num_unfinished == 0 else UNSET
+        timings = timings_of(self.turn)
         return told if timings is UNSET else told | {"timings": timings}
 
 
