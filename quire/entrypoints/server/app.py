@@ -31,9 +31,9 @@ from quire.entrypoints.server import (
     response_routes,
     turn_routes,
 )
-from quire.entrypoints.server.errors import ANTHROPIC, STATUSES, error_response, is_ollama
+from quire.entrypoints.server.errors import ANTHROPIC, STATUSES, error_response, is_ollama, route_path
 from quire.entrypoints.server.fleet import Fleet, Leases
-from quire.entrypoints.server.middleware import PUBLIC_PATHS, ApiKeys, BaseURLs, Frame, RequestLimits, route_path
+from quire.entrypoints.server.middleware import PUBLIC_PATHS, ApiKeys, BaseURLs, Frame, RequestLimits
 from quire.entrypoints.server.prometheus import HttpCounts
 from quire.entrypoints.server.responses_service import ResponsesService
 from quire.entrypoints.server.state import ServerState

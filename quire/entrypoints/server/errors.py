@@ -5,7 +5,7 @@ typed errors only; anything else is "internal error" to the client, and a stack 
 """
 
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from http import HTTPStatus
 from typing import Any
@@ -72,23 +72,23 @@ def describe(error: Exception) -> ErrorInfo:
     """The status and the text for an exception."""
     match error:
         case errors.InvalidRequestError():
-            return _refusal(404 if error.code in _NOT_FOUND else 400, str(error), error.param, error.code)
+            return _info(404 if error.code in _NOT_FOUND else 400, error, error.code, error.param)
         case errors.NotYetSupportedError():
-            return _refusal(400, str(error), code="not_supported")
+            return _info(400, error, "not_supported")
         case RequestValidationError() | ValidationError():
             return _validation(error.errors())
         case HTTPException():
             return _http(error)
         case errors.OverloadedError():
-            return _failure(503, error, "overloaded", {"Retry-After": str(error.retry_after)})
+            return _info(503, error, "overloaded", headers={"Retry-After": str(error.retry_after)})
         case errors.EngineStoppedError():
-            return _failure(503, error, "stopping", {"Retry-After": "1"})
+            return _info(503, error, "stopping", headers={"Retry-After": "1"})
         case errors.EngineDeadError():
-            return _failure(500, error, "engine_dead")
+            return _info(500, error, "engine_dead")
         case errors.RequestFailedError():
-            return _failure(500, error, "request_failed")
+            return _info(500, error, "request_failed")
         case _:
-            return ErrorInfo(500, "internal error; the server's log has the details.", "server_error")
+            return _info(500, "internal error; the server's log has the details.", None)
 
 
 def describe_end(error: Exception) -> ErrorInfo:
@@ -114,14 +114,19 @@ def error_response(error: Exception, scope: Scope) -> Response:
         given = next((value for name, value in scope["headers"] if name == b"x-request-id"), b"")
         content = msgspec.json.encode(anthropic_error(info) | {"request_id": given.decode("latin-1")})
         status = 529 if info.code == "overloaded" else info.status
-    elif is_ollama(scope["path"].removeprefix(scope.get("root_path", ""))):
+    elif is_ollama(route_path(scope)):
         content = msgspec.json.encode({"error": info.message})
     return Response(content, status, info.headers, media_type="application/json")
 
 
+def route_path(scope: Scope) -> str:
+    """The path that routes are matched against: without the part that a proxy adds; never taken from a header."""
+    return scope["path"].removeprefix(scope.get("root_path", ""))
+
+
 def is_anthropic(scope: Scope) -> bool:
     """Whether a request is for Anthropic's API."""
-    return scope["path"].removeprefix(scope.get("root_path", "")).startswith(ANTHROPIC)
+    return route_path(scope).startswith(ANTHROPIC)
 
 
 def is_ollama(path: str) -> bool:
@@ -136,12 +141,11 @@ def anthropic_error(info: ErrorInfo) -> dict[str, Any]:
     return {"type": "error", "error": {"type": kind, "message": info.message}}
 
 
-def _refusal(status: int, message: str, param: str | None = None, code: str | None = None) -> ErrorInfo:
-    return ErrorInfo(status, _cut(message), "invalid_request_error", param, code)
-
-
-def _failure(status: int, error: Exception, code: str, headers: dict[str, str] | None = None) -> ErrorInfo:
-    return ErrorInfo(status, _cut(str(error)), "server_error", code=code, headers=headers or {})
+def _info(
+    status: int, told: object, code: str | None, param: str | None = None, headers: Mapping[str, str] | None = None
+) -> ErrorInfo:
+    kind = "server_error" if status >= 500 else "authentication_error" if status == 401 else "invalid_request_error"
+    return ErrorInfo(status, _cut(str(told)), kind, param, code, dict(headers or {}))
 
 
 def _http(error: HTTPException) -> ErrorInfo:
@@ -149,10 +153,8 @@ def _http(error: HTTPException) -> ErrorInfo:
     message = str(error.detail)
     if message == HTTPStatus(error.status_code).phrase:  # nobody gave a text
         message = _PLAIN_TEXTS.get(error.status_code, message)
-    kind = "server_error" if error.status_code >= 500 else "invalid_request_error"
-    kind = "authentication_error" if error.status_code == 401 else kind
     code = STATUSES.get(error.status_code, ("",))[0] or None
-    return ErrorInfo(error.status_code, _cut(message), kind, code=code, headers=dict(error.headers or {}))
+    return _info(error.status_code, message, code, headers=error.headers)
 
 
 _PLAIN_TEXTS = {
@@ -175,7 +177,7 @@ def _validation(faults: Sequence[Any]) -> ErrorInfo:
         message += " (it is a list)" if isinstance(value, list) else " (it is an object)"
     if kind in _KINDS_SHOWN:
         message += f" [{kind}]"
-    return _refusal(400, f"{place}: {message}" if place else message, place)
+    return _info(400, f"{place}: {message}" if place else message, None, place)
 
 
 _KINDS_SHOWN = ("greater_than_equal", "less_than_equal")  # vLLM shows them, and its clients' tests look for them

@@ -19,7 +19,7 @@ from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from quire.entrypoints.server.errors import AuthenticationError, error_response, is_anthropic
+from quire.entrypoints.server.errors import AuthenticationError, error_response, is_anthropic, route_path
 from quire.entrypoints.server.prometheus import HttpCounts
 from quire.entrypoints.server.state import ServerState
 from quire.errors import QuireError
@@ -35,11 +35,6 @@ _PAGES = ("/", "/docs")
 _LONGEST_ID = 200
 OUTLET = "quire.outlet"  # in a request's scope, as what follows
 _CLIENT = "quire.client"
-
-
-def route_path(scope: Scope) -> str:
-    """The path that routes are matched against: without the part that a proxy adds; never taken from a header."""
-    return scope["path"].removeprefix(scope.get("root_path", ""))
 
 
 class Frame:
