@@ -270,27 +270,27 @@ class Fleet:
 
     def end_requests(self) -> None:
         """End what runs and what waits, and take nothing more."""
-        with self._turn:
-            self._ended.set()
+        self._end_loading()
         for future in self._waiting.values():
             if not future.done():
                 future.set_result(None)
         for model in self._models.values():
             if model.state is not None:
                 model.state.end_requests()
-            elif model.client is not None and model.llm is None:
-                model.client.kill()  # it loads
 
     def shutdown(self) -> None:
         """End all engines, which may take a few seconds; the event loop is over."""
+        self._end_loading()
+        self._threads.shutdown()
+        with ThreadPoolExecutor(len(self._models)) as threads:
+            list(threads.map(lambda llm: llm.shutdown(), [m.llm for m in self._models.values() if m.llm is not None]))
+
+    def _end_loading(self) -> None:
         with self._turn:
             self._ended.set()
         for model in self._models.values():
             if model.client is not None and model.llm is None:
                 model.client.kill()
-        self._threads.shutdown()
-        with ThreadPoolExecutor(len(self._models)) as threads:
-            list(threads.map(lambda llm: llm.shutdown(), [m.llm for m in self._models.values() if m.llm is not None]))
 
 
 class Leases:
