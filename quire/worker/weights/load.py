@@ -7,8 +7,8 @@ parameters, so that the peak is the model plus one window of mapped file. Must n
 
 import time
 from collections.abc import Iterator
-from contextlib import nullcontext
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from tqdm import tqdm
@@ -63,20 +63,18 @@ def _stream(model: CausalLM, source: TensorSource, progress: bool) -> None:
     current, current_file = "no tensor", ""
     skip = {spec.name for spec in source.specs if not model.reads(spec.name)}
     total = sum(spec.num_bytes for spec in source.specs if spec.name not in skip)
-    bar = None
-    if progress and total > 0:
-        bar = tqdm(total=total, desc="Loading weights", unit="B", unit_scale=True, unit_divisor=1024)
+    scale: dict[str, Any] = {"unit": "B", "unit_scale": True, "unit_divisor": 1024}
+    bar = tqdm(total=total, desc="Loading weights", disable=not progress or total == 0, **scale)
 
     def tensors() -> Iterator[tuple[str, torch.Tensor]]:
         nonlocal current, current_file
         for spec, tensor in source.stream(skip):
             current, current_file = f"{spec.name!r} {list(spec.shape)} of {spec.file}", spec.file
             yield spec.name, tensor
-            if bar is not None:
-                bar.update(spec.num_bytes)
+            bar.update(spec.num_bytes)
 
     try:
-        with torch.no_grad(), bar or nullcontext():
+        with torch.no_grad(), bar:
             model.load_weights(tensors())
     except ModelLoadError as error:
         if current_file in str(error):
