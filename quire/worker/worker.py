@@ -145,7 +145,7 @@ class Worker:
         mapped = self._store.mapped_bytes + (self._drafter.store.mapped_bytes if self._drafter is not None else 0)
         max_rows = min(config.max_num_seqs * (1 + config.max_num_drafts), config.max_num_batched_tokens)
         groups, itemsize = self._groups, device.backend.kv_cache_dtype(self._model.dtype).itemsize
-        shapes = [self._cache_shape(i, 1, config.block_size) for i in range(len(self._layers))]
+        shapes = [device.cache_shape(layer, 1, config.block_size) for layer in self._layers]
         layer_bytes = [itemsize * math.prod(shape) for shape in shapes]
         block_bytes = [sum(layer_bytes[layer] for layer in group.layers) for group in groups]
         meter = device.meter(self._runnable, self._layers, len(groups))
@@ -177,7 +177,8 @@ class Worker:
         for group, num_blocks in zip(self._groups, layout.num_blocks, strict=True):
             touched = min(num_blocks, TOUCHED_TOKENS // layout.block_size)  # the pool hands out its first ones first
             for layer in group.layers:
-                caches[layer] = device.allocate(self._cache_shape(layer, num_blocks, layout.block_size), dtype, touched)
+                shape = device.cache_shape(self._layers[layer], num_blocks, layout.block_size)
+                caches[layer] = device.allocate(shape, dtype, touched)
         # Forks are made before rows are removed: for that moment there can be twice as many.
         num_rows = 2 * config.max_num_seqs
         table = RowTable(num_rows, layout, config.max_num_drafts, config.draft_tree)
@@ -295,7 +296,3 @@ class Worker:
         except AssertionError as error:
             return CallReply(str(error))
         return CallReply(None)
-
-    def _cache_shape(self, layer: int, num_blocks: int, block_size: int) -> tuple[int, ...]:
-        kept = self._layers[layer]
-        return self.device.backend.kv_cache_shape(num_blocks, block_size, kept.num_kv_heads, kept.head_dim)

@@ -137,13 +137,17 @@ class Device(ABC):
 
     def meter(self, model: RunnableModel, layers: Sequence[LayerCache], num_groups: int) -> Meter:
         """What measures steps, of so many KV groups, of a model whose caches are of such layers."""
-        shapes = [self.backend.kv_cache_shape(1, BLOCK_SIZE, layer.num_kv_heads, layer.head_dim) for layer in layers]
-        caches = [self.allocate(shape, self.backend.kv_cache_dtype(self.dtype), 0) for shape in shapes]
+        dtype = self.backend.kv_cache_dtype(self.dtype)
+        caches = [self.allocate(self.cache_shape(layer, 1, BLOCK_SIZE), dtype, 0) for layer in layers]
         return Meter(model, partial(self.upload, caches=caches), num_groups, self.computing, self.clock)
 
     @abstractmethod
     def reserve(self, model: RunnableModel, max_tokens: int) -> None:
         """Make room for steps of so many tokens, before the first one."""
+
+    def cache_shape(self, layer: LayerCache, num_blocks: int, block_size: int) -> tuple[int, ...]:
+        """Of what `allocate` makes for a layer."""
+        return self.backend.kv_cache_shape(num_blocks, block_size, layer.num_kv_heads, layer.head_dim)
 
     @abstractmethod
     def allocate(self, shape: tuple[int, ...], dtype: torch.dtype, num_touched: int) -> Tensor:
