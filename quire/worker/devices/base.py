@@ -9,6 +9,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from functools import partial
+from timeit import repeat
 from typing import Any, Protocol, TypeVar
 
 import torch
@@ -178,11 +179,7 @@ class Device(ABC):
         """How fast such copies are, measured."""
         num, size = 16, self.copied_bytes // 16
         host, cache = self.allocate_host(num, size).fill_(1), self.allocate((num, size), torch.uint8, num).fill_(1)
-        seconds: list[float] = []
-        for _ in range(4):
-            start = time.perf_counter()
-            self.copy([cache], host, [(i, i) for i in range(num)], out=True)
-            seconds.append(time.perf_counter() - start)
+        seconds = repeat(lambda: self.copy([cache], host, [(i, i) for i in range(num)], out=True), repeat=4, number=1)
         return self.copied_bytes / sorted(seconds)[1]
 
     @abstractmethod
