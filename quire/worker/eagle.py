@@ -38,7 +38,6 @@ class EagleModel(Drafter):
 
     Attributes:
         config, device: what it was made with.
-        max_drafts: of a sequence.
         runnable: the head as it is run, compiled once it is loaded.
         taps: the model's layers whose outputs it reads; none for the last hidden state alone.
     """
@@ -48,7 +47,6 @@ class EagleModel(Drafter):
         assert config.speculative is not None, "a head, and nothing that uses it"
         self.config, self.device, self._model = config, device, model
         draft, speculative = config.draft, config.speculative
-        self.max_drafts = speculative.max_drafts
         found = open_heads(draft.path, draft.model, load_format=config.load_format)
         self._checkpoint = found.made_for(speculative.method)
         check_eagle_head(draft, config.model)
@@ -80,7 +78,7 @@ class EagleProposer(Proposer):
 
     def __init__(self, eagle: EagleModel, table: RowTable, caches: list[Tensor]) -> None:
         head = eagle.runnable
-        self.max_drafts, self.taps, self._tree = eagle.max_drafts, eagle.taps, eagle.config.draft_tree
+        self.max_drafts, self.taps, self._tree = eagle.config.max_num_drafts, eagle.taps, eagle.config.draft_tree
         self._device, self._head, self._table, self._caches = eagle.device, head, table, caches
         self._rounds = head.rounds(caches) if isinstance(head, CompiledEagle) else None
 
