@@ -50,10 +50,8 @@ class HostCache:
     ) -> None:
         self._device = device
         self._caches = [[caches[layer] for layer in group.layers] for group in groups]
-        self.blocks: list[Tensor] = []
-        for layers, count in zip(self._caches, num_blocks, strict=True):
-            block_bytes = sum(cache.nbytes // len(cache) for cache in layers)
-            self.blocks.append(device.allocate_host(count, block_bytes))
+        block_bytes = [sum(cache.nbytes // len(cache) for cache in layers) for layers in self._caches]
+        self.blocks = [device.allocate_host(*sizes) for sizes in zip(num_blocks, block_bytes, strict=True)]
 
     def move(self, moves: Sequence[Move], *, out: bool) -> None:
         """Copy blocks out to the host, or else in from there, as (group, source, destination)."""
