@@ -42,6 +42,7 @@ class Planner:
         ended: requests for workers to forget with the next plan.
         max_running: most sequences that run at once; more may run still, where it was lowered.
         counts: what became of sequences since the start.
+        reason: why the first waiting sequence was not admitted; None where no step was planned since it came.
     """
 
     def __init__(self, config: SchedulerConfig, kv: KVManager) -> None:
@@ -57,7 +58,7 @@ class Planner:
         self._forks: dict[int, Fork] = {}  # rows for it to copy, by the new sequence
         self._prefixes: dict[bytes, list[Sequence]] = {}  # who awaits a block that another one computes, by its name
         self.num_preparing: dict[str, int] = {}  # by what they await
-        self._reason: str | None = None  # why the first waiting sequence was not admitted; None: not looked at yet
+        self.reason: str | None = None
         self.policy = Policy(config.policy_options)
         self._use_policy(config)
         self.set_limits(config, [])
@@ -69,7 +70,7 @@ class Planner:
         only if `may_be_empty` and workers have something to forget.
         """
         builder = PlanBuilder(self.budget(), foresees=self._config.num_stages == 1)
-        self._reason = None
+        self.reason = None
         if self._kv.settled:
             self._wake_readers()
         if self._config.enable_chunked_prefill:
@@ -113,7 +114,7 @@ class Planner:
         """
         last, self._config = self._config, config
         self.max_running = min(config.max_num_seqs, config.max_num_batched_tokens)
-        self._reason = None
+        self.reason = None
         if (config.policy, config.policy_options) != (last.policy, last.policy_options):
             self._change_policy(groups)
 
@@ -217,14 +218,9 @@ class Planner:
         self._kv.cancel()
         self._kv.settled.clear()
         self._removed, self.ended, self._forks, self._prefixes = [], {}, {}, {}
-        self._reason = None
+        self.reason = None
 
     # What may be asked.
-
-    @property
-    def reason(self) -> str:
-        """Why the first waiting sequence was not admitted; "next_step" where no step was planned since it came."""
-        return self._reason or "next_step"
 
     def held_rows(self) -> list[int]:
         """The sequences whose rows workers hold now that no plan is in flight, ascending."""
@@ -298,7 +294,7 @@ class Planner:
                 num_new_tokens //= 2
                 continue
             self._preempt(running[-1], builder)
-            self._reason = "blocks"  # and so nobody is admitted: that would take what was just made free
+            self.reason = "blocks"  # and so nobody is admitted: that would take what was just made free
             if sequence.status is not SequenceStatus.RUNNING:
                 return
         builder.add(sequence, num_new_tokens, appended)
@@ -315,8 +311,8 @@ class Planner:
 
     def _admit_waiting(self, builder: PlanBuilder) -> None:
         """Admit waiting sequences in order until there is a reason not to."""
-        while len(self.waiting) and self._reason is None:
-            self._reason = self._try_admit(self.waiting.first, builder)
+        while len(self.waiting) and self.reason is None:
+            self.reason = self._try_admit(self.waiting.first, builder)
 
     def _try_admit(self, sequence: Sequence, builder: PlanBuilder) -> str | None:
         """Admit the first waiting sequence, or let it prepare; or say why nobody more is admitted."""
@@ -401,7 +397,7 @@ class Planner:
         while sitting and not builder.scheduled and len(self.waiting):
             self._preempt(sitting.pop(), builder)
             self._wake_readers()
-            self._reason = None
+            self.reason = None
             self._admit_waiting(builder)
 
     # Changing places.

@@ -31,7 +31,7 @@ def waiting_reasons(planner: Planner) -> dict[str, int]:
     num_waiting = len(planner.waiting)
     if num_waiting:
         num_first = 1 if planner.reason == "blocks" else num_waiting
-        reasons[planner.reason] = num_first
+        reasons[planner.reason or "next_step"] = num_first
         if num_waiting > num_first:
             reasons["order"] = num_waiting - num_first
     return reasons
@@ -39,7 +39,7 @@ def waiting_reasons(planner: Planner) -> dict[str, int]:
 
 def why(planner: Planner, kv: KVManager, sequence: Sequence) -> str:
     """Why a sequence does not run: a reason, its numbers, and who comes first by the policy."""
-    reason = sequence.awaits or planner.reason
+    reason = sequence.awaits or planner.reason or "next_step"
     waits = sequence.status is SequenceStatus.WAITING
     is_first = not waits or planner.waiting.first is sequence
     if reason == "blocks" and not is_first:

@@ -50,7 +50,7 @@ class Watched(SimulatedExecutor):
         self.now += FIXED + PER_TOKEN * plan.num_tokens
         for new in plan.new_sequences:
             check_order(planner, running[new.sequence_id])
-        reason, budget = planner._reason, self.config.max_num_batched_tokens
+        reason, budget = planner.reason, self.config.max_num_batched_tokens
         if len(planner.waiting):
             # Whoever is ready waits for something that is really lacking.
             lacks = {
