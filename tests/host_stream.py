@@ -96,7 +96,7 @@ class LateSampler:
 
     def launch(
         self, logits: Tensor, rows: Sequence[int], positions: Sequence[int], masks: Sequence[Mask | None] | None = None
-    ) -> "LateDrawing":
+    ) -> Callable[[], SamplerOutput]:
         states = [self._states[row] for row in rows]
         assert [state.tokens.position for state in states] == list(positions), "a row is drawn for another position"
         draws = [Draw(state, i, mask=masks[i] if masks else None) for i, state in enumerate(states)]
@@ -107,7 +107,7 @@ class LateSampler:
                 state.tokens.append(token_id)
         self.num_waiting += 1
         self.most_waiting = max(self.most_waiting, self.num_waiting)
-        return LateDrawing(self, output)
+        return LateDrawing(self, output).wait
 
 
 @dataclasses.dataclass

@@ -6,7 +6,7 @@ bit for bit. Called by the runner of a device that has Triton's kernels; what `c
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -113,7 +113,7 @@ class DeviceSampler:
 
     def launch(
         self, logits: Tensor, rows: Sequence[int], positions: Sequence[int], masks: Sequence[Mask | None] | None = None
-    ) -> Pending:
+    ) -> Callable[[], SamplerOutput]:
         """Draw from row i of [N, V] logits, float32 or bfloat16 on the device, for row `rows[i]`; waits for nothing.
 
         Args:
@@ -150,7 +150,7 @@ class DeviceSampler:
         if self._device.type != "cpu":
             event = torch.Event(self._device)
             event.record()
-        return Pending(drawn, facts, listed, listing, event)
+        return Pending(drawn, facts, listed, listing, event).wait
 
     def _all_allowed(self) -> Words:
         """A bitmask, of whole int64."""

@@ -6,7 +6,7 @@ name there, -1 - index. What can't go ahead is drawn when the step is finished, 
 """
 
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -17,8 +17,9 @@ from quire.models.causal_lm import RunnableModel
 from quire.protocol.requests import SamplingTask
 from quire.protocol.step import Sampling, SequenceResult, StepPlan, StepResult
 from quire.sampling.lanes import Lane
+from quire.sampling.sampler import SamplerOutput
 from quire.sampling.waves import draw_lanes
-from quire.worker.devices.base import Device, Drawing, RowSampler
+from quire.worker.devices.base import Device, RowSampler
 from quire.worker.gather import StepBatch
 from quire.worker.rows import Row, RowTable
 
@@ -27,7 +28,7 @@ class _Ahead(NamedTuple):
     plan: StepPlan
     rows: list[Row]  # of the sequences that are sampled
     places: list[int]  # theirs in the plan
-    drawing: Drawing | None
+    drawn: Callable[[], SamplerOutput] | None  # waits for it
 
 
 class Ahead:
@@ -63,23 +64,23 @@ class Ahead:
                 return False
         for row, one in zip(batch.rows, plan.scheduled, strict=True):
             row.num_computed += one.num_new_tokens
-        rows, drawing = [batch.rows[place] for place in places], None
+        rows, drawn = [batch.rows[place] for place in places], None
         if places:
             token_rows = [batch.ends[place] - 1 for place in places]
             chosen = self._device.take_rows(hidden, token_rows)
             logits = self._model.compute_logits(chosen, adapters and adapters.of(token_rows))
             indices, ends = [row.index for row in rows], [row.num_computed for row in rows]
-            drawing = self._sampler.launch(logits, indices, [row.num_computed - row.tokens.num_prompt for row in rows])
+            drawn = self._sampler.launch(logits, indices, [row.num_computed - row.tokens.num_prompt for row in rows])
             self._table.token_ids[indices, ends] = -1 - np.array(indices)  # their names, until `hear`
-        self.steps.append(_Ahead(plan, rows, places, drawing))
+        self.steps.append(_Ahead(plan, rows, places, drawn))
         return True
 
     def hear(self) -> StepResult:
         """Wait for the oldest step, and take down what was drawn for the rows that are still there."""
-        plan, rows, places, drawing = self.steps.popleft()
+        plan, rows, places, wait = self.steps.popleft()
         results, live = [SequenceResult()] * len(plan.scheduled), self._table.rows
-        if drawing is not None:
-            drawn = drawing.wait()
+        if wait is not None:
+            drawn = wait()
             for row, place, token_ids, logprobs in zip(rows, places, drawn.token_ids, drawn.logprobs, strict=True):
                 results[place] = SequenceResult(token_ids, logprobs)
                 if token_ids and live.get(row.sequence_id) is row:
@@ -99,7 +100,7 @@ class Ahead:
             chosen = self._device.take_rows(logits, [lane.first_row for _, lane in own])
             masks = [lane.masks.get(0) if lane.masks else None for _, lane in own]
             indices, positions = [row.index for row, _ in own], [row.tokens.position for row, _ in own]
-            drawn = self._sampler.launch(chosen, indices, positions, masks).wait()
+            drawn = self._sampler.launch(chosen, indices, positions, masks)()
             for i, (row, lane) in enumerate(own):
                 lane.token_ids, lane.logprobs = drawn.token_ids[i], drawn.logprobs[i]
                 lane.failure = drawn.failures.get(i)

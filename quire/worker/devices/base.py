@@ -35,14 +35,6 @@ from quire.worker.weights.store import WeightStore
 M = TypeVar("M", bound=nn.Module)
 
 
-class Drawing(Protocol):
-    """What a device is drawing."""
-
-    def wait(self) -> SamplerOutput:
-        """It, by row, one token each; the host waits until it is drawn."""
-        ...
-
-
 class RowSampler(Protocol):
     """Draws tokens where logits are, for persistent rows (`quire.sampling.device.DeviceSampler`)."""
 
@@ -56,8 +48,11 @@ class RowSampler(Protocol):
 
     def launch(
         self, logits: Tensor, rows: Sequence[int], positions: Sequence[int], masks: Sequence[Mask | None] | None = None
-    ) -> Drawing:
-        """Draw from row i of [N, V] logits for row `rows[i]` at that position of its output; waits for nothing."""
+    ) -> Callable[[], SamplerOutput]:
+        """Draw from row i of [N, V] logits for row `rows[i]` at that position of its output; waits for nothing.
+
+        Whoever calls what it returns waits until all is drawn, and gets it by row, one token each.
+        """
         ...
 
 

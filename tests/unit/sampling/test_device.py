@@ -143,7 +143,7 @@ def compare(seed: int, vocab: int, dtype: torch.dtype, num_rows: int, num_steps:
     ]
     alive = list(range(num_rows))
     for logits, guides, launched in zip(batches, masks, pending, strict=True):
-        found, wanted = launched.wait(), on_host(logits, states, guides)
+        found, wanted = launched(), on_host(logits, states, guides)
         for i in alive:
             assert found.failures.get(i) == wanted.failures.get(i)
             assert found.token_ids[i] == wanted.token_ids[i], states[i].params
@@ -165,7 +165,7 @@ def normal_logits(num_rows: int, vocab: int, scale: float = 2.0) -> Tensor:
 def draw_all(drawer: DeviceSampler, logits: Tensor, states: list[SamplingState]) -> SamplerOutput:
     for row, state in enumerate(states):
         drawer.assign(row, state)
-    return drawer.launch(logits.to(DEVICE), range(len(states)), [state.tokens.position for state in states]).wait()
+    return drawer.launch(logits.to(DEVICE), range(len(states)), [state.tokens.position for state in states])()
 
 
 seeds = st.integers(0, 2**32)
@@ -287,7 +287,7 @@ def test_last_tokens_are_on_the_device_before_the_host_waits() -> None:
     drawer.assign(0, states[1])
     pending = drawer.launch(logits.to(DEVICE), [3, 0], [1, 1])
     assert last.tolist() == [0, 77, 77, int(logits[0].argmax()), 77]
-    assert pending.wait().failures.keys() == {1}
+    assert pending().failures.keys() == {1}
 
 
 def test_a_mask_may_be_written_to_once_it_is_launched() -> None:
@@ -297,7 +297,7 @@ def test_a_mask_may_be_written_to_once_it_is_launched() -> None:
     drawer.assign(0, simple_state(vocab))
     pending = drawer.launch(normal_logits(1, vocab).to(DEVICE), [0], [1], masks_of(words))
     words[:] = 1
-    assert pending.wait().token_ids == [[65]]
+    assert pending().token_ids == [[65]]
 
 
 def test_rows_and_their_counts_pass_to_other_sequences() -> None:
@@ -308,7 +308,7 @@ def test_rows_and_their_counts_pass_to_other_sequences() -> None:
         for row, state in enumerate(states):
             drawer.assign(row, state)
         for _ in range(2):
-            found = drawer.launch(logits.to(DEVICE), range(num_rows), [s.tokens.position for s in states]).wait()
+            found = drawer.launch(logits.to(DEVICE), range(num_rows), [s.tokens.position for s in states])()
             assert found == on_host(logits, states)
             for state, token_ids in zip(states, found.token_ids, strict=True):
                 state.tokens.append(token_ids[0])
