@@ -88,11 +88,10 @@ class Lane(Draw, eq=False):
         self.tree, self.path = tree, [0]
         self.draft_ids = tokens.ids[tokens.num : tokens.num + self.num_drafts].tolist()
 
-    def drawn_rows(self) -> list[int]:
-        """The row of the logits that each token was drawn from."""
-        if self.tree is not None:
-            return [self.first_row + place for place in self.path]
-        return list(range(self.first_row, self.first_row + len(self.token_ids)))
+    @property
+    def last_row(self) -> int:
+        """The row of the logits that the newest token was drawn from."""
+        return self.first_row + (len(self.token_ids) - 1 if self.tree is None else self.path[-1])
 
     @property
     def moves(self) -> list[tuple[int, int]]:

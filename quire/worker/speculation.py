@@ -118,7 +118,7 @@ class Speculation:
                 return found
             asked = {place: drafted for place, drafted in asked.items() if drafted.max_drafts}
         if proposer.uses_hidden:
-            hidden = self._device.take_rows(hidden, [lanes[place].drawn_rows()[-1] for place in asked])
+            hidden = self._device.take_rows(hidden, [lanes[place].last_row for place in asked])
         for (place, drafted), drafts in zip(asked.items(), self._draft([*asked.values()], hidden), strict=True):
             if drafts:
                 found[place] = list(drafts)

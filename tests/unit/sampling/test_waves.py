@@ -63,13 +63,14 @@ def test_the_path_that_is_drawn_is_followed(kind: dict[str, Any], path: list[int
     # Where the path's end is no leaf of what was computed, its children may be drawn by chance: they are not here.
     assert lane.token_ids == expected
     assert lane.logprobs == logprobs
-    assert lane.drawn_rows() == places
+    assert [lane.first_row + place for place in lane.path] == places
+    assert lane.last_row == places[-1]
     assert lane.num_refused == num_drafts - len(seen)
     assert lane.max_accepted == TREE.depths[num_drafts - 1]
     assert state.tokens.output() == [5, *expected]
     assert not state.tokens.num_drafts
     assert not state.tokens.ids[state.tokens.num :].any()
-    assert (plain.token_ids, plain.drawn_rows()) == (walk(KINDS[0], logits, [0])[0], [0])
+    assert (plain.token_ids, plain.last_row) == (walk(KINDS[0], logits, [0])[0], 0)
 
 
 def test_masks_are_by_computed_place() -> None:
