@@ -53,32 +53,11 @@ def _route(scores, weights, chosen, count, TOP_K: tl.constexpr, RENORMALIZE: tl.
 
 @triton.jit(do_not_specialize=["tall"])
 def _products(
-    x,
-    weights,
-    scales,
-    zeros,
-    order,
-    starts,
-    first_tiles,
-    out,
-    tall,
-    num_columns,
-    size,
-    weight_stride,
-    num_groups,
-    SHARED: tl.constexpr,
-    COUNT: tl.constexpr,
-    EXPERTS: tl.constexpr,
-    TYPE: tl.constexpr,
-    CODES: tl.constexpr,
-    GROUP: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    BLOCK_K: tl.constexpr,
-    EVEN: tl.constexpr,
-    TURNED: tl.constexpr,
-    NEIGHBOURS: tl.constexpr,
-):
+    x, weights, scales, zeros, order, starts, first_tiles, out, tall, num_columns, size, weight_stride, num_groups,
+    SHARED: tl.constexpr, COUNT: tl.constexpr, EXPERTS: tl.constexpr, TYPE: tl.constexpr, CODES: tl.constexpr,
+    GROUP: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, EVEN: tl.constexpr,
+    TURNED: tl.constexpr, NEIGHBOURS: tl.constexpr,
+):  # fmt: skip
     """Rows `order` of `out`; of `x` each is that of SHARED rows of `out`, one after another."""
     begin_kernel()
     tile, column = place(tl.program_id(0), tall, tl.cdiv(num_columns, BLOCK_N), NEIGHBOURS)

@@ -28,22 +28,10 @@ NEIGHBOURS = 8  # tiles of rows that are taken together, for each tile of column
 
 @triton.jit
 def multiply(
-    x,
-    mask,
-    weight,
-    scales,
-    zeros,
-    groups,
-    size,
-    num_groups,
-    BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    BLOCK_K: tl.constexpr,
-    EVEN: tl.constexpr,
-    CODES: tl.constexpr,
-    GROUP: tl.constexpr,
-    TURNED: tl.constexpr,
-):
+    x, mask, weight, scales, zeros, groups, size, num_groups,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, EVEN: tl.constexpr, CODES: tl.constexpr,
+    GROUP: tl.constexpr, TURNED: tl.constexpr,
+):  # fmt: skip
     """[BLOCK_M, BLOCK_N] of the rows that begin at `x` [BLOCK_M, 1] and `weight` [BLOCK_N]: fp32, of int8 int32.
 
     With a GROUP `weight` are codes: `quire.ops.triton.quantized.expand`. TURNED: the weights are the left factor.
@@ -126,30 +114,11 @@ def open_gates(sums, GATE: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.cons
 
 @triton.jit(do_not_specialize=["num_rows"])
 def _linear(
-    x,
-    weight,
-    scales,
-    zeros,
-    bias,
-    out,
-    num_rows,
-    num_columns,
-    size,
-    x_stride,
-    weight_stride,
-    num_groups,
-    BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    BLOCK_K: tl.constexpr,
-    EVEN: tl.constexpr,
-    CODES: tl.constexpr,
-    GROUP: tl.constexpr,
-    TURNED: tl.constexpr,
-    DESCRIBED: tl.constexpr,
-    GATE: tl.constexpr,
-    NEIGHBOURS: tl.constexpr,
+    x, weight, scales, zeros, bias, out, num_rows, num_columns, size, x_stride, weight_stride, num_groups,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, EVEN: tl.constexpr, CODES: tl.constexpr,
+    GROUP: tl.constexpr, TURNED: tl.constexpr, DESCRIBED: tl.constexpr, GATE: tl.constexpr, NEIGHBOURS: tl.constexpr,
     LINES: tl.constexpr,
-):
+):  # fmt: skip
     WIDTH: tl.constexpr = BLOCK_N // 2 if GATE is not None else BLOCK_N
     tall, wide = tl.cdiv(num_rows, BLOCK_M), tl.cdiv(num_columns, WIDTH)
     if TURNED and LINES > 0:
