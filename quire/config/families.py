@@ -43,7 +43,7 @@ class Family:
 
     Attributes:
         model_type: config.json's, under which it is found where no architecture is named.
-        build: where its builder is, "module:function".
+        build: where its builder is in quire.models, "module:function".
         defaults: what transformers assumes where a key is absent, as far as that differs between the families.
         learned_positions: they are a table of the checkpoint, which no scaling makes longer.
         scaled_length: max_position_embeddings has a scaling of the positions in it already.
@@ -70,119 +70,42 @@ class Family:
 _GEMMA: dict[str, Any] = {"tie_word_embeddings": True, "head_dim": 256, "max_position_embeddings": 8192}
 _QWEN: dict[str, Any] = {"windowed": _late_layers, "window_switch": "use_sliding_window"}
 
+# fmt: off
 FAMILIES = (
-    Family("GemmaForCausalLM", "gemma", "quire.models.gemma:build_gemma", _GEMMA),
-    Family(
-        "Gemma2ForCausalLM",
-        "gemma2",
-        "quire.models.gemma:build_gemma2",
-        _GEMMA | {"num_key_value_heads": 4, "sliding_window": 4096},
-        windowed=_even_layers,
-    ),
-    Family(
-        "Gemma3ForCausalLM",
-        "gemma3_text",
-        "quire.models.gemma:build_gemma3",
-        _GEMMA
-        | {
-            "num_attention_heads": 8,
-            "num_key_value_heads": 4,
-            "vocab_size": 262_208,
-            "max_position_embeddings": 131_072,
-            "sliding_window": 4096,
-            "rope_theta": 1e6,
-            "rope_local_base_freq": 1e4,
-        },
-        scaled_length=True,
-        windowed=_all_but_every_nth,
-    ),
-    Family(
-        "GPT2LMHeadModel",
-        "gpt2",
-        "quire.models.gpt2:build",
-        {"tie_word_embeddings": True, "n_positions": 1024},
-        learned_positions=True,
-        tokenizer_class="GPT2Tokenizer",
-    ),
-    Family("GraniteForCausalLM", "granite", "quire.models.llama:build_granite"),
-    Family("LlamaForCausalLM", "llama", "quire.models.llama:build"),
-    Family(
-        "MistralForCausalLM",
-        "mistral",
-        "quire.models.llama:build_llama",
-        {"num_key_value_heads": 8, "sliding_window": 4096},
-        tokenizer_overrides=True,
-    ),
-    Family(
-        "MixtralForCausalLM",
-        "mixtral",
-        "quire.models.mixtral:build",
-        {"num_key_value_heads": 8, "rope_theta": 1e6},
-        tokenizer_overrides=True,
-    ),
-    Family(
-        "OPTForCausalLM",
-        "opt",
-        "quire.models.opt:build",
-        {"tie_word_embeddings": True, "max_position_embeddings": 2048},
-        learned_positions=True,
-        tokenizer_class="GPT2Tokenizer",
-    ),
-    Family(
-        "Phi3ForCausalLM",
-        "phi3",
-        "quire.models.llama:build_phi3",
-        {"rms_norm_eps": 1e-5, "max_position_embeddings": 4096},
-    ),
-    Family(
-        "Qwen2ForCausalLM",
-        "qwen2",
-        "quire.models.llama:build_qwen2",
-        {"sliding_window": 4096},
-        text_of=("qwen2_vl", "qwen2_vl_text", "qwen2_5_vl", "qwen2_5_vl_text"),
-        tokenizer_class="Qwen2Tokenizer",
-        tokenizer_overrides=True,
-        **_QWEN,
-    ),
-    Family(
-        "Qwen2MoeForCausalLM",
-        "qwen2_moe",
-        "quire.models.qwen_moe:build_qwen2",
-        {"num_key_value_heads": 16, "sliding_window": 4096},
-        windowed=_early_even_layers,
-        window_switch="use_sliding_window",
-        tokenizer_class="Qwen2Tokenizer",
-    ),
-    Family(
-        "Qwen3ForCausalLM",
-        "qwen3",
-        "quire.models.llama:build_qwen3",
-        {"head_dim": 128, "sliding_window": 4096},
-        text_of=("qwen3_vl_text",),
-        tokenizer_class="Qwen2Tokenizer",
-        **_QWEN,
-    ),
-    Family(
-        "Qwen3MoeForCausalLM",
-        "qwen3_moe",
-        "quire.models.qwen_moe:build_qwen3",
-        {"num_key_value_heads": 4, "sliding_window": 4096},
-        window_switch="use_sliding_window",
-        tokenizer_class="Qwen2Tokenizer",
-    ),
-    Family(
-        "SeedOssForCausalLM",
-        "seed_oss",
-        "quire.models.llama:build_seed_oss",
-        {"head_dim": 128, "num_key_value_heads": 8, "max_position_embeddings": 524_288},
-    ),
-    Family(
-        "SmolLM3ForCausalLM",
-        "smollm3",
-        "quire.models.llama:build_smollm3",
+    Family("GemmaForCausalLM", "gemma", "gemma:build_gemma", _GEMMA),
+    Family("Gemma2ForCausalLM", "gemma2", "gemma:build_gemma2",
+        _GEMMA | {"num_key_value_heads": 4, "sliding_window": 4096}, windowed=_even_layers),
+    Family("Gemma3ForCausalLM", "gemma3_text", "gemma:build_gemma3",
+        _GEMMA | {"num_attention_heads": 8, "num_key_value_heads": 4, "vocab_size": 262_208, "sliding_window": 4096,
+            "max_position_embeddings": 131_072, "rope_theta": 1e6, "rope_local_base_freq": 1e4},
+        scaled_length=True, windowed=_all_but_every_nth),
+    Family("GPT2LMHeadModel", "gpt2", "gpt2:build", {"tie_word_embeddings": True, "n_positions": 1024},
+        learned_positions=True, tokenizer_class="GPT2Tokenizer"),
+    Family("GraniteForCausalLM", "granite", "llama:build_granite"),
+    Family("LlamaForCausalLM", "llama", "llama:build"),
+    Family("MistralForCausalLM", "mistral", "llama:build_llama", {"num_key_value_heads": 8, "sliding_window": 4096},
+        tokenizer_overrides=True),
+    Family("MixtralForCausalLM", "mixtral", "mixtral:build", {"num_key_value_heads": 8, "rope_theta": 1e6},
+        tokenizer_overrides=True),
+    Family("OPTForCausalLM", "opt", "opt:build", {"tie_word_embeddings": True, "max_position_embeddings": 2048},
+        learned_positions=True, tokenizer_class="GPT2Tokenizer"),
+    Family("Phi3ForCausalLM", "phi3", "llama:build_phi3", {"rms_norm_eps": 1e-5, "max_position_embeddings": 4096}),
+    Family("Qwen2ForCausalLM", "qwen2", "llama:build_qwen2", {"sliding_window": 4096},
+        text_of=("qwen2_vl", "qwen2_vl_text", "qwen2_5_vl", "qwen2_5_vl_text"), tokenizer_class="Qwen2Tokenizer",
+        tokenizer_overrides=True, **_QWEN),
+    Family("Qwen2MoeForCausalLM", "qwen2_moe", "qwen_moe:build_qwen2",
+        {"num_key_value_heads": 16, "sliding_window": 4096}, windowed=_early_even_layers,
+        window_switch="use_sliding_window", tokenizer_class="Qwen2Tokenizer"),
+    Family("Qwen3ForCausalLM", "qwen3", "llama:build_qwen3", {"head_dim": 128, "sliding_window": 4096},
+        text_of=("qwen3_vl_text",), tokenizer_class="Qwen2Tokenizer", **_QWEN),
+    Family("Qwen3MoeForCausalLM", "qwen3_moe", "qwen_moe:build_qwen3",
+        {"num_key_value_heads": 4, "sliding_window": 4096}, window_switch="use_sliding_window",
+        tokenizer_class="Qwen2Tokenizer"),
+    Family("SeedOssForCausalLM", "seed_oss", "llama:build_seed_oss",
+        {"head_dim": 128, "num_key_value_heads": 8, "max_position_embeddings": 524_288}),
+    Family("SmolLM3ForCausalLM", "smollm3", "llama:build_smollm3",
         {"tie_word_embeddings": True, "num_key_value_heads": 4, "rope_theta": 2e6, "max_position_embeddings": 32_768},
-        window_switch="use_sliding_window",
-    ),
+        window_switch="use_sliding_window"),
 )
 # Models that see or hear, of which the language model is run alone, where it is of one of these families.
 WITH_TEXT = frozenset(
@@ -191,7 +114,8 @@ WITH_TEXT = frozenset(
         "Gemma3", "InternVL", "Llava", "LlavaNext", "LlavaOnevision", "Mistral3", "Qwen2Audio", "Qwen2VL", "Qwen2_5_VL",
         "Qwen3VL", "Voxtral",
     )
-)  # fmt: skip
+)
+# fmt: on
 BY_ARCHITECTURE = {family.architecture: family for family in FAMILIES}
 BY_MODEL_TYPE = {family.model_type: family for family in sorted(FAMILIES, key=lambda f: f.model_type)}
 _BY_ANY_TYPE = BY_MODEL_TYPE | {name: family for family in FAMILIES for name in family.text_of}

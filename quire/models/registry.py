@@ -2,6 +2,7 @@
 
 import importlib
 from dataclasses import replace
+from types import ModuleType
 
 import torch
 
@@ -25,8 +26,13 @@ DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.
 
 def checkpoint_format(config: ModelConfig) -> CheckpointFormat:
     """How checkpoints of the model's family name things (ModelLoadError: an architecture that is not supported)."""
-    module = importlib.import_module(built_family(config.architecture, config.model).build.partition(":")[0])
-    return getattr(module, "FORMAT", CheckpointFormat())
+    return getattr(_place(config)[0], "FORMAT", CheckpointFormat())
+
+
+def _place(config: ModelConfig) -> tuple[ModuleType, str]:
+    """The module of the family that the model is of, and its builder's name there."""
+    module, _, function = built_family(config.architecture, config.model).build.partition(":")
+    return importlib.import_module(f"quire.models.{module}"), function
 
 
 def build_model(
@@ -46,8 +52,7 @@ def build_model(
     Raises:
         ModelLoadError: an architecture, activation or rope type that is not supported, or sizes that ranks can't share.
     """
-    module, _, function = built_family(config.architecture, config.model).build.partition(":")
-    build = getattr(importlib.import_module(module), function)
+    build = getattr(*_place(config))
     plain, dtype = uniform(Unquantized()), DTYPES[config.dtype]
     sharding = sharding or Sharding()
     context = BuildContext(attention_backend, formats or plain, dtype, sharding)

@@ -10,7 +10,7 @@ from quire.config.families import BY_MODEL_TYPE, FAMILIES, Family, family_of
 @pytest.mark.parametrize("family", FAMILIES, ids=lambda family: family.architecture)
 def test_each_builder_is_where_the_table_says(family: Family) -> None:
     module, _, function = family.build.partition(":")
-    assert callable(getattr(importlib.import_module(module), function))
+    assert callable(getattr(importlib.import_module(f"quire.models.{module}"), function))
 
 
 def test_a_model_type_stands_for_one_architecture() -> None:
