@@ -11,7 +11,7 @@ __version__ = "0.1.0"
 
 _NAMES = {
     "quire.entrypoints.llm": ("LLM",),
-    "quire.engine.async_llm": ("AsyncOptions",),
+    "quire.engine.async_options": ("AsyncOptions",),
     "quire.entrypoints.as_vllm": ("EngineArgs", "LLMEngine", "AsyncLLM", "AsyncLLMEngine"),
     "quire.sampling_params": ("SamplingParams", "BeamSearchParams", "SamplingType", "RequestOutputKind"),
     "quire.structured_outputs": ("StructuredOutputsParams", "GuidedDecodingParams"),

@@ -9,21 +9,22 @@ import itertools
 import time
 from collections.abc import AsyncGenerator, Callable, Iterable
 from contextlib import asynccontextmanager
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any, Literal
 
 from quire.config.engine_args import EngineArgs, EngineConfig
-from quire.config.options import check_kind, check_options, option
+from quire.config.options import check_kind
+from quire.engine.admission import Admission
 from quire.engine.async_inputs import AsyncInputs
-from quire.engine.clients.process import ProcessClient
-from quire.engine.clients.thread import ThreadClient
+from quire.engine.async_options import AsyncOptions
+from quire.engine.clients.select import start_client
 from quire.engine.input_processor import ProcessedInput
 from quire.engine.monitor import Monitor
 from quire.engine.observer import Observer
 from quire.engine.output_processor import OutputProcessor, RequestRecord
 from quire.engine.output_stream import OutputStream
 from quire.engine.tokenizer import Tokenizer, config_tokenizer
-from quire.errors import ConfigError, EngineDeadError, InvalidRequestError, OverloadedError, RequestFailedError, require
+from quire.errors import EngineDeadError, InvalidRequestError, RequestFailedError, require
 from quire.inputs import PreparedPrompt, PromptType
 from quire.lora.request import AdapterRequest, PromptAdapterRequest, one_adapter
 from quire.outputs import PoolingOutput, PoolingRequestOutput, RequestOutput
@@ -38,27 +39,10 @@ from quire.utils.logs import quoted
 from quire.utils.values import strings
 
 _Prompt = PromptType | PreparedPrompt
-Starter = Callable[[EngineArgs, EngineConfig, "AsyncOptions"], CoreClient]
+Starter = Callable[[EngineArgs, EngineConfig, AsyncOptions], CoreClient]
 _LONGEST_ID = 64  # characters of a caller's id that the engine's own has
 _ONE_TOKEN = SamplingParams(max_tokens=1, temperature=0.0, detokenize=False)  # for the sake of its prompt
 _FAILED = "the engine failed to compute this request; the server's log says why."
-
-
-@dataclass(frozen=True)
-class AsyncOptions:
-    """How `AsyncLLM` runs its engine.
-
-    Raises:
-        ConfigError: an option is of another kind, or out of its range.
-    """
-
-    engine: Literal["process", "thread"] = "process"
-    max_num_queued_reqs: int | None = option(None, 0)  # that may wait while others run; None: no limit
-    log_level: Literal["debug", "info", "warning", "error", "critical"] = "info"  # of the engine's process
-    step_timeout: float = option(600.0, over=0)  # seconds in a step, or without a sign of life: then it counts as dead
-
-    def __post_init__(self) -> None:
-        check_options(self)
 
 
 class AsyncLLM:
@@ -69,6 +53,7 @@ class AsyncLLM:
         model_config: the model's part of it.
         tokenizer: the model's, or None with skip_tokenizer_init.
         prepare, token_ids, render_chat, find_adapter: see `AsyncInputs`.
+        find_adapter_now: the same as find_adapter, for where no loop runs yet.
         observer: is told what happens to requests; the server puts one of its own here.
         num_blocks: KV blocks of the engine.
         limits: the scheduler's limits and its policy, as they were last set.
@@ -84,16 +69,14 @@ class AsyncLLM:
         self._client, self._options = client, options
         self._inputs = inputs = AsyncInputs(config, tokenizer, options.engine == "thread")
         self.prepare, self.token_ids, self.render_chat = inputs.prepare, inputs.token_ids, inputs.render_chat
-        self.find_adapter = inputs.find_adapter
+        self.find_adapter, self.find_adapter_now = inputs.find_adapter, inputs.processor.adapters.find
         self._outputs = OutputProcessor(tokenizer, config.args)
         self._streams: dict[str, OutputStream] = {}  # by internal id, as all that follow
         self._external: dict[str, str] = {}  # -> the caller's id
         self._fresh: list[OutputStream] = []  # whose readers are to be woken
-        self._queued: set[str] = set()  # not yet part of a step
+        self._admission = Admission(options.max_num_queued_reqs)
         self._aborted_early: set[str] = set()  # while their prompts are encoded: the engine has not heard of them yet
         self._ids = itertools.count()
-        self._going = asyncio.Event()  # requests go to the engine
-        self._going.set()
         self._calls: dict[int, asyncio.Future[Any]] = {}
         self.limits = limits_of(config.scheduler, config.scheduler)
         self._stats = EngineStats(limits=self.limits)
@@ -117,7 +100,7 @@ class AsyncLLM:
         check_kind("engine_args", engine_args, EngineArgs)
         check_kind("options", options := options or AsyncOptions(), AsyncOptions)
         config = engine_args.resolve()
-        client = (start or _start)(engine_args, config, options)
+        client = (start or start_client)(engine_args, config, options)
         try:
             tokenizer = config_tokenizer(config)  # while the engine's process loads the model
             return cls(config, client, client.wait_ready(), tokenizer, options)
@@ -199,10 +182,10 @@ class AsyncLLM:
         internal = f"{quoted(str(external)[:_LONGEST_ID])[1:-1]}#{number}"
         stream = self._streams[internal] = OutputStream()
         self._external[internal] = external
-        self._queued.add(internal)
+        self._admission.queued.add(internal)
         try:
-            while params is not _ONE_TOKEN and not self._going.is_set():  # an adapter is loaded all the same
-                await self._going.wait()
+            if params is not _ONE_TOKEN:  # an adapter is loaded all the same
+                await self._admission.wait()
             if not isinstance(prompt, PreparedPrompt):
                 prompt, params = await self.prepare(prompt, params or self.get_default_sampling_params()), None
             processed = self._inputs.processor.process(external, prompt, params, arrival, terms)
@@ -243,10 +226,6 @@ class AsyncLLM:
                 found = PoolingOutput(tensor(asked.vector(one)))
                 yield PoolingRequestOutput(one.request_id, found, one.prompt_token_ids, one.num_cached_tokens or 0)
 
-    def check_adapter(self, request: AdapterRequest) -> None:
-        """Read an adapter's files, and raise InvalidRequestError where they can't be used."""
-        self._inputs.processor.adapters.find(request)
-
     async def add_lora(self, lora_request: AdapterRequest) -> bool:
         """Have an adapter loaded, before a request asks for it. Raises as `generate` does."""
         async for _ in self.generate({"prompt_token_ids": [0]}, _ONE_TOKEN, lora_request=lora_request):
@@ -260,18 +239,8 @@ class AsyncLLM:
             OverloadedError: not now.
             InvalidRequestError: not even when idle.
         """
-        limit, queued = self._options.max_num_queued_reqs, len(self._queued)
-        if limit is None or queued + num_requests <= limit:
-            return
         seats = self.limits.max_num_seqs * self.config.args.data_parallel_size
-        if num_requests > limit + seats:
-            most = f"{limit + seats} requests (max_num_queued_reqs = {limit} and max_num_seqs = {seats})"
-            why = f"{num_requests} prompts are too many at once: this engine holds at most {most}; send fewer."
-            raise InvalidRequestError(why, "prompt")
-        # Where nothing waits in the engine, some of those queued are about to run.
-        places = seats - (len(self._streams) - queued)
-        if queued + num_requests > limit + (0 if self._stats.num_requests_waiting else max(0, places)):
-            raise OverloadedError(f"{queued} requests are queued already, and {limit} may be; try again later.")
+        self._admission.check(num_requests, seats, len(self._streams), self._stats.num_requests_waiting)
 
     async def abort(self, request_id: str | Iterable[str]) -> None:
         """End requests now; their iterators yield one last output ("abort"). Unknown ids are ignored."""
@@ -361,8 +330,7 @@ class AsyncLLM:
             InvalidRequestError: another mode.
         """
         require(mode in ("abort", "wait"), "mode", mode, "'abort' or 'wait', as a request can't be kept half done")
-        if self._going.is_set():  # another one, as the loop may be, too
-            self._going = asyncio.Event()
+        self._admission.pause()
         while records := [*self._outputs.records]:
             if mode == "abort" and not wait_for_inflight_requests and self._monitor.dead is None:
                 self._client.send(Abort(records))
@@ -372,11 +340,11 @@ class AsyncLLM:
 
     async def resume_generation(self) -> None:
         """Let requests go on that wait since `pause_generation`."""
-        self._going.set()
+        self._admission.resume()
 
     async def is_paused(self) -> bool:
         """Whether requests wait for `resume_generation`."""
-        return not self._going.is_set()
+        return self._admission.is_paused
 
     async def update_weights(self, path: str) -> bool:
         """Use the weights of a directory; False (and nothing done) while requests run: see `LLM.update_weights`."""
@@ -426,7 +394,7 @@ class AsyncLLM:
 
     def _close(self, internal: str) -> None:
         del self._streams[internal], self._external[internal]
-        self._queued.discard(internal)
+        self._admission.queued.discard(internal)
         self._aborted_early.discard(internal)
         if self._outputs.discard(internal):
             self.observer.on_finished(internal, ["abort"], 0, time.monotonic())
@@ -462,7 +430,7 @@ class AsyncLLM:
         observer, now = self.observer, news.end  # not when it got here: several steps' news may come at once
         observer.on_engine_stats(news.stats, time.monotonic())
         self._outputs.note_scheduled(news.scheduled, news.start)
-        self._queued.difference_update(news.scheduled)
+        self._admission.queued.difference_update(news.scheduled)
         for request_id in news.scheduled:
             observer.on_scheduled(request_id, news.start)
         processed = self._outputs.process(news.outputs, now)
@@ -494,17 +462,9 @@ class AsyncLLM:
 
     def _end_all(self, error: EngineDeadError) -> None:
         """Tell everyone who waits."""
-        self._going.set()
+        self._admission.resume()
         for stream in self._streams.values():
             stream.fail(type(error)(str(error)))
         for future in self._calls.values():
             if not future.done():
                 future.set_exception(type(error)(str(error)))
-
-
-def _start(args: EngineArgs, config: EngineConfig, options: AsyncOptions) -> CoreClient:
-    if (size := args.data_parallel_size) > 1:
-        raise ConfigError(f"data_parallel_size={size} needs start=quire.entrypoints.server.replicas.ReplicasClient.")
-    if args.distributed_executor_backend == "external_launcher":
-        raise ConfigError("distributed_executor_backend='external_launcher' is for LLM, under torchrun.")
-    return ThreadClient(config) if options.engine == "thread" else ProcessClient(args, options.log_level)

@@ -15,7 +15,7 @@ from concurrent.futures import Future
 from typing import Any
 
 from quire.config.engine_args import EngineArgs, EngineConfig
-from quire.engine.async_llm import AsyncOptions
+from quire.engine.async_options import AsyncOptions
 from quire.engine.interrupts import InterruptShield
 from quire.entrypoints.server.replicas import ReplicasClient
 from quire.errors import EngineDeadError, InvalidRequestError, OverloadedError

@@ -55,7 +55,7 @@ class Engine:
             await asyncio.sleep(0.01)
         assert 2 not in snapshot.blocks
         await self.llm.check_integrity()
-        assert self.llm.num_unfinished == len(self.llm._queued) == 0
+        assert self.llm.num_unfinished == len(self.llm._admission.queued) == 0
 
 
 @pytest.fixture(scope="module", params=["process", "thread"])

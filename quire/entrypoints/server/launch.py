@@ -27,7 +27,7 @@ import uvicorn
 
 import quire
 from quire.config.engine_args import EngineArgs
-from quire.engine.async_llm import AsyncOptions
+from quire.engine.async_options import AsyncOptions
 from quire.entrypoints.server.adapters import load_modules, read_modules
 from quire.entrypoints.server.address import bound_socket, describe_address, raise_file_limit, ssl_context
 from quire.entrypoints.server.app import build_app, imported
@@ -111,7 +111,7 @@ def load(args: ServerArgs, engine_args: EngineArgs) -> ServerState:
     llm, replicas = start_engines(engine_args, options)
     try:
         for adapter in adapters.values():
-            llm.check_adapter(adapter)
+            llm.find_adapter_now(adapter)
     except InvalidRequestError as error:
         llm.shutdown()
         raise ConfigError(str(error)) from None

@@ -1,0 +1,68 @@
+"""Which requests may go to the engine: no more queue there than was allowed, and none comes while it is paused.
+
+`AsyncLLM` has one, and asks it before anything is done for a request. It knows numbers and names, and no engine.
+"""
+
+import asyncio
+
+from quire.errors import InvalidRequestError, OverloadedError
+
+
+class Admission:
+    """The door of one engine.
+
+    Args:
+        limit: requests that may wait while others run; None: any number.
+
+    Attributes:
+        queued: those that are not yet part of a step.
+    """
+
+    def __init__(self, limit: int | None) -> None:
+        self.queued: set[str] = set()
+        self._limit = limit
+        self._going = asyncio.Event()
+        self._going.set()
+
+    def check(self, num_requests: int, seats: int, num_open: int, num_waiting: int) -> None:
+        """Check that so many more requests may be queued.
+
+        Args:
+            seats: requests that may run at a time.
+            num_open: those that are queued or run.
+            num_waiting: those for which the engine itself had no place in its last step.
+
+        Raises:
+            OverloadedError: not now.
+            InvalidRequestError: not even when idle.
+        """
+        limit, queued = self._limit, len(self.queued)
+        if limit is None or queued + num_requests <= limit:
+            return
+        if num_requests > limit + seats:
+            most = f"{limit + seats} requests (max_num_queued_reqs = {limit} and max_num_seqs = {seats})"
+            why = f"{num_requests} prompts are too many at once: this engine holds at most {most}; send fewer."
+            raise InvalidRequestError(why, "prompt")
+        # Where nothing waits in the engine, some of those queued are about to run.
+        places = seats - (num_open - queued)
+        if queued + num_requests > limit + (0 if num_waiting else max(0, places)):
+            raise OverloadedError(f"{queued} requests are queued already, and {limit} may be; try again later.")
+
+    @property
+    def is_paused(self) -> bool:
+        """Whether requests wait in `wait`."""
+        return not self._going.is_set()
+
+    def pause(self) -> None:
+        """Let those that come wait until `resume`."""
+        if not self.is_paused:
+            self._going = asyncio.Event()  # another one, as the loop may be, too
+
+    def resume(self) -> None:
+        """Let them go on."""
+        self._going.set()
+
+    async def wait(self) -> None:
+        """Return once it is not paused."""
+        while self.is_paused:
+            await self._going.wait()
