@@ -10,6 +10,13 @@ inline vf silu(vf x) { return x / (1.0f + exp(-x)); }
 inline vf gelu(vf x) { return 0.5f * x * (1.0f + erf(x * 0.70710678118654752f)); }
 inline vf gelu_tanh(vf x) { return 0.5f * x * (1.0f + tanh(0.79788456080286536f * (x + 0.044715f * x * x * x))); }
 
+// gpt-oss's gate: one that opens no further than this, and what it opens is held within it on both sides. NaN stays.
+constexpr float kOaiLimit = 7.0f, kOaiSlope = 1.702f;
+inline vf swiglu_oai(vf x) {
+    vf held = select(x > kOaiLimit, splat(kOaiLimit), x);
+    return held / (1.0f + exp(-kOaiSlope * held));
+}
+
 // The function itself; of a gated one, that of the gate.
 template <Epilogue kEpilogue>
 inline vf activate(vf x) {
@@ -21,8 +28,19 @@ inline vf activate(vf x) {
         case Epilogue::gelu_tanh:
         case Epilogue::gelu_tanh_mul: return gelu_tanh(x);
         case Epilogue::relu: return select(x < vf{}, vf{}, x);  // NaN stays
+        case Epilogue::swiglu_oai_mul: return swiglu_oai(x);
         default: return x;
     }
+}
+
+// What the gate is multiplied by, of the second half of the columns.
+template <Epilogue kEpilogue>
+inline vf opened(vf x) {
+    if constexpr (kEpilogue == Epilogue::swiglu_oai_mul) {
+        x = select(x > kOaiLimit, splat(kOaiLimit), x);
+        return select(x < -kOaiLimit, splat(-kOaiLimit), x) + 1.0f;
+    }
+    return x;
 }
 
 struct ActivationSpec {
@@ -37,7 +55,7 @@ void activate_rows(const ActivationSpec& s, const Operands& o, Context& context)
         T* out = o.out.row<T>(row);
         for_vectors(s.size, [&](int64_t i, int n) {
             vf v = activate<kFunction>(load_n(x + i, n));
-            store_n(out + i, is_gated(kFunction) ? v * load_n(x + s.size + i, n) : v, n);
+            store_n(out + i, is_gated(kFunction) ? v * opened<kFunction>(load_n(x + s.size + i, n)) : v, n);
         });
     });
 }
@@ -53,6 +71,7 @@ void activation_of(const ActivationSpec& s, const Operands& o, Context& context)
         case Epilogue::gelu_mul: return activate_rows<T, Epilogue::gelu_mul>(s, o, context);
         case Epilogue::gelu_tanh_mul: return activate_rows<T, Epilogue::gelu_tanh_mul>(s, o, context);
         case Epilogue::silu: return activate_rows<T, Epilogue::silu>(s, o, context);
+        case Epilogue::swiglu_oai_mul: return activate_rows<T, Epilogue::swiglu_oai_mul>(s, o, context);
     }
 }
 

@@ -17,9 +17,11 @@
 namespace quire {
 
 // What follows a product. The gated ones, *_mul, halve the columns: function(first half) * second half.
-enum class Epilogue : int32_t { none = 0, silu_mul = 1, gelu = 2, gelu_tanh = 3, relu = 4, gelu_mul = 5, gelu_tanh_mul = 6, silu = 7 };
+enum class Epilogue : int32_t { none = 0, silu_mul = 1, gelu = 2, gelu_tanh = 3, relu = 4, gelu_mul = 5, gelu_tanh_mul = 6, silu = 7, swiglu_oai_mul = 8 };
 
-constexpr bool is_gated(Epilogue e) { return e == Epilogue::silu_mul || e == Epilogue::gelu_mul || e == Epilogue::gelu_tanh_mul; }
+constexpr bool is_gated(Epilogue e) {
+    return e == Epilogue::silu_mul || e == Epilogue::gelu_mul || e == Epilogue::gelu_tanh_mul || e == Epilogue::swiglu_oai_mul;
+}
 
 inline int64_t type_bytes(Type type) { return type == Type::f32 ? 4 : type == Type::bf16 ? 2 : 1; }
 inline int64_t round_up(int64_t n, int64_t to) { return (n + to - 1) / to * to; }

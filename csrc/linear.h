@@ -95,7 +95,7 @@ QUIRE_ONE_COPY void finish_rows(const LinearArgs& args, const Sums& sums) {
                 if (kGated) {
                     vf up = plain(load(s.up + r * s.stride + i + at) * up_scale[j] + up_shift[j]);
                     if (s.delta) up = plain(up + load(s.up_delta + r * kDeltaStride + i + at));
-                    v = v * up;
+                    v = v * opened<kEpilogue>(up);
                 }
                 if (a.residual)
                     v = v + load_n(static_cast<const T*>(a.residual) + (s.first_row + r) * a.residual_stride + s.first + i + at, n[j]);
@@ -117,6 +117,7 @@ void finish_with(const LinearArgs& a, const Sums& s) {
         case Epilogue::gelu_mul: return run(finish_rows<T, Out, Epilogue::gelu_mul>);
         case Epilogue::gelu_tanh_mul: return run(finish_rows<T, Out, Epilogue::gelu_tanh_mul>);
         case Epilogue::silu: return run(finish_rows<T, Out, Epilogue::silu>);
+        case Epilogue::swiglu_oai_mul: return run(finish_rows<T, Out, Epilogue::swiglu_oai_mul>);
     }
 }
 

@@ -12,6 +12,7 @@ from quire.ops.activation import Activation
 ACTIVATIONS: dict[str, tuple[Activation | None, Activation | None]] = {
     "relu": (ops.relu, None),
     "silu": (None, ops.silu_and_mul),
+    "swiglu_oai": (None, ops.swiglu_oai),
     "gelu": (ops.gelu, ops.gelu_and_mul),
     **dict.fromkeys(("gelu_new", "gelu_fast", "gelu_pytorch_tanh"), (ops.gelu_tanh, ops.gelu_tanh_and_mul)),
 }

@@ -26,6 +26,12 @@ def _silu(wide: Tensor) -> Tensor:
     return wide / torch.neg(wide).exp_().add_(1.0)
 
 
+def _swiglu_oai(wide: Tensor) -> Tensor:
+    held = wide.clamp(max=OAI_LIMIT)
+    return held / (held * -OAI_SLOPE).exp_().add_(1.0)
+
+
+OAI_LIMIT, OAI_SLOPE = 7.0, 1.702  # of gpt-oss
 Activation = Operation[[Tensor], Tensor]
 FUNCTIONS: dict[Epilogue, Activation] = {}
 
@@ -35,6 +41,8 @@ def _activation(name: str, kind: Epilogue, function: Callable[[Tensor], Tensor])
 
     def gated(rows: Tensor) -> Tensor:
         gate, up = rows.chunk(2, dim=-1)
+        if kind is Epilogue.SWIGLU_OAI_MUL:
+            up = up.float().clamp(-OAI_LIMIT, OAI_LIMIT).add_(1.0)
         return function(gate.float()).mul_(up)
 
     def reference(x: Tensor) -> Tensor:
@@ -61,6 +69,8 @@ def _build(x: Value, function: Epilogue) -> Value:
 # ``x / (1 + exp(-x))`` (arXiv:1702.03118), and ``silu(gate) * up`` (arXiv:2002.05202).
 silu = _activation("silu", Epilogue.SILU, _silu)
 silu_and_mul = _activation("silu_and_mul", Epilogue.SILU_MUL, _silu)
+# gpt-oss's ``gate / (1 + exp(-1.702 gate)) * (up + 1)``: before that a gate is at most 7, and `up` within -7 .. 7.
+swiglu_oai = _activation("swiglu_oai", Epilogue.SWIGLU_OAI_MUL, _swiglu_oai)
 # ``x / 2 * (1 + erf(x / sqrt 2))`` (arXiv:1606.08415).
 gelu = _activation("gelu", Epilogue.GELU, _gelu)
 gelu_and_mul = _activation("gelu_and_mul", Epilogue.GELU_MUL, _gelu)

@@ -22,8 +22,9 @@ Type = IntEnum(
     start=0,
 )
 # What follows a product before it is stored.
-Epilogue = IntEnum("Epilogue", "NONE SILU_MUL GELU GELU_TANH RELU GELU_MUL GELU_TANH_MUL SILU", start=0)
-GATED = frozenset({Epilogue.SILU_MUL, Epilogue.GELU_MUL, Epilogue.GELU_TANH_MUL})  # function(first half) * second half
+Epilogue = IntEnum("Epilogue", "NONE SILU_MUL GELU GELU_TANH RELU GELU_MUL GELU_TANH_MUL SILU SWIGLU_OAI_MUL", start=0)
+# function(first half) * second half, of which one makes more first
+GATED = frozenset({Epilogue.SILU_MUL, Epilogue.GELU_MUL, Epilogue.GELU_TANH_MUL, Epilogue.SWIGLU_OAI_MUL})
 
 
 TYPE_OF = {torch.float32: Type.F32, torch.bfloat16: Type.BF16, torch.int8: Type.I8}

@@ -8,8 +8,10 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from quire.ops import activation
 from quire.ops.triton.common import begin_kernel, launch, narrow
 
+OAI_LIMIT, OAI_SLOPE = tl.constexpr(activation.OAI_LIMIT), tl.constexpr(activation.OAI_SLOPE)
 BLOCK = 1024  # columns of a program
 
 
@@ -22,8 +24,21 @@ def activate(x, NAME: tl.constexpr):
         return x * 0.5 * (1.0 + tl.erf(x * 0.7071067811865476))
     elif NAME == "gelu_tanh":  # (1 + tanh u) / 2 is 1 / (1 + exp(-2 u))
         return x / (1.0 + tl.exp(-1.5957691216057308 * (x + 0.044715 * x * x * x)))
+    elif NAME == "swiglu_oai":
+        held = tl.where(x > OAI_LIMIT, OAI_LIMIT, x)
+        return held / (1.0 + tl.exp(held * -OAI_SLOPE))
     else:
         return tl.where(x < 0.0, 0.0, x)  # which keeps a NaN
+
+
+@triton.jit
+def opened(x, NAME: tl.constexpr):
+    """What the gate of that name is multiplied by, of fp32."""
+    if NAME == "swiglu_oai":
+        x = tl.where(x > OAI_LIMIT, OAI_LIMIT, x)
+        return tl.where(x < -OAI_LIMIT, -OAI_LIMIT, x) + 1.0
+    else:
+        return x
 
 
 @triton.jit
@@ -35,7 +50,7 @@ def _activation(x, out, row_stride, size, NAME: tl.constexpr, GATED: tl.constexp
     x += row * row_stride
     result = activate(tl.load(x + columns, mask, other=0.0).to(tl.float32), NAME)
     if GATED:
-        result *= tl.load(x + size + columns, mask, other=0.0).to(tl.float32)
+        result *= opened(tl.load(x + size + columns, mask, other=0.0).to(tl.float32), NAME)
     tl.store(out + row * size + columns, narrow(result, out.dtype.element_ty), mask)
 
 
@@ -55,4 +70,4 @@ ACTIVATIONS: dict[str, Callable[..., Tensor]] = {
     for name in ("silu", "gelu", "gelu_tanh", "relu")
     for suffix in ("", "_and_mul")
     if name != "relu" or not suffix
-}
+} | {"swiglu_oai": partial(_run, name="swiglu_oai", gated=True)}

@@ -17,7 +17,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from quire.ops.activation import Activation
 from quire.ops.quantized import quantized_linear as reference
-from quire.ops.triton.activation import activate
+from quire.ops.triton.activation import activate, opened
 from quire.ops.triton.common import begin_kernel, dot, fetch, launch, narrow, widen
 from quire.ops.triton.quantized import CODES, expand, group_of
 from quire.ops.triton.tiles import FEW_ROWS, choose, processors
@@ -108,8 +108,8 @@ def which(column, num_columns, BLOCK_N: tl.constexpr, GATE: tl.constexpr):
 def open_gates(sums, GATE: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
     """[BLOCK_M, BLOCK_N] of `which` weights -> [BLOCK_M, BLOCK_N // 2]."""
     pairs = tl.permute(tl.reshape(sums, (BLOCK_M, BLOCK_N // 16, 2, 8)), (0, 1, 3, 2))
-    gates, opened = tl.split(pairs)
-    return tl.reshape(activate(gates, GATE) * opened, (BLOCK_M, BLOCK_N // 2))
+    gates, others = tl.split(pairs)
+    return tl.reshape(activate(gates, GATE) * opened(others, GATE), (BLOCK_M, BLOCK_N // 2))
 
 
 @triton.jit(do_not_specialize=["num_rows"])

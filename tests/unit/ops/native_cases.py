@@ -145,8 +145,14 @@ class Product:
         return run(self.program if same else self._made()[0], list(inputs), self.width, self.dtype)
 
 
+def swiglu_oai(gate: Tensor, up: Tensor) -> Tensor:
+    gate = gate.clamp(max=7.0)
+    return gate * torch.sigmoid(1.702 * gate) * (up.clamp(-7.0, 7.0) + 1.0)
+
+
 FUNCTIONS: dict[Epilogue, Callable[[Tensor], Tensor]] = {
     Epilogue.NONE: lambda x: x,
+    Epilogue.SWIGLU_OAI_MUL: lambda x: swiglu_oai(*x.chunk(2, -1)),
     Epilogue.SILU_MUL: lambda x: F.silu(x.chunk(2, -1)[0]) * x.chunk(2, -1)[1],
     Epilogue.GELU: F.gelu,
     Epilogue.GELU_TANH: lambda x: F.gelu(x, approximate="tanh"),

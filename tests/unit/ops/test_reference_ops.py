@@ -3,6 +3,7 @@
 import pytest
 import torch
 import torch.nn.functional as F
+from native_cases import swiglu_oai
 from sweeping import each
 from torch import Tensor
 
@@ -49,6 +50,7 @@ def rowwise(name: str, size: int, dtype: torch.dtype):
             lambda x: F.layer_norm(x, (size,), weight.double(), bias.double(), 1e-5),
         ),
         "silu_and_mul": (ops.silu_and_mul, lambda x: F.silu(x.chunk(2, -1)[0]) * x.chunk(2, -1)[1]),
+        "swiglu_oai": (ops.swiglu_oai, lambda x: swiglu_oai(*x.chunk(2, -1))),
         "silu": (ops.silu, F.silu),
         "gelu": (ops.gelu, F.gelu),
         "gelu_tanh": (ops.gelu_tanh, lambda x: F.gelu(x, approximate="tanh")),
@@ -63,6 +65,7 @@ NAMES = [
     "rms_norm",
     "layer_norm",
     "silu_and_mul",
+    "swiglu_oai",
     "silu",
     "gelu",
     "gelu_tanh",

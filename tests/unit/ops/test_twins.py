@@ -37,6 +37,7 @@ SHAPES: dict[str, Arguments] = {
     "scale": lambda n, t: (1, [-1.7]),
     "silu": lambda n, t: (1, []),
     "silu_and_mul": lambda n, t: (1, []),
+    "swiglu_oai": lambda n, t: (1, []),
     "softcap": lambda n, t: (1, [1.5]),
 }
 OF_STEPS = {"embedding"}  # given ids, see below

@@ -112,6 +112,7 @@ def test_grouped(installed: str, kind: str, dtype: torch.dtype, num_columns: int
     [
         ("plain", torch.bfloat16, ops.silu_and_mul),
         ("plain", torch.float32, ops.gelu_and_mul),
+        pytest.param("int4", torch.bfloat16, ops.swiglu_oai, marks=pytest.mark.slow),
         ("int4", torch.bfloat16, ops.gelu_tanh_and_mul),
         pytest.param("plain", torch.float16, ops.gelu_tanh_and_mul, marks=pytest.mark.slow),
         pytest.param("int8", torch.bfloat16, ops.gelu_and_mul, marks=pytest.mark.slow),

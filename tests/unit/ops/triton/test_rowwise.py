@@ -9,7 +9,16 @@ from quire.ops.table import OPERATIONS
 
 DTYPES = [torch.float32, torch.bfloat16, pytest.param(torch.float16, marks=pytest.mark.slow)]
 TOLERANCE = {torch.float32: 2e-6, torch.bfloat16: 8e-3, torch.float16: 1e-3}  # a rounding of each type
-ACTIVATIONS = ["silu", "silu_and_mul", "gelu", "gelu_and_mul", "gelu_tanh", "gelu_tanh_and_mul", "relu"]
+ACTIVATIONS = [
+    "silu",
+    "silu_and_mul",
+    "gelu",
+    "gelu_and_mul",
+    "gelu_tanh",
+    "gelu_tanh_and_mul",
+    "relu",
+    "swiglu_oai",
+]
 
 
 def draw(*shape: int, dtype: torch.dtype = torch.float32, seed: int = 0) -> Tensor:
