@@ -97,7 +97,7 @@ class ModelConfig:
             architecture=reader.architecture,
             model_type=reader.model_type,
             hf_config=config,
-            dtype=_resolve_dtype(dtype, config),
+            dtype=_resolve_dtype(dtype, reader),
             **shapes,
             rope_parameters=rope,
             window_rope_parameters=window_rope,
@@ -121,16 +121,16 @@ def _check_overrides(hf_overrides: dict[str, Any] | None) -> None:
         ) from error
 
 
-def _resolve_dtype(requested: str, config: dict[str, Any]) -> str:
+def _resolve_dtype(requested: str, reader: ConfigReader) -> str:
     """The dtype to run in: the user's, or for "auto" the checkpoint's."""
     if requested != "auto":
         if requested not in _DTYPES:
             raise ConfigError(f"dtype must be one of auto, {', '.join(_DTYPES)}; got {requested!r}.")
         return _DTYPES[requested]
-    named = config.get("dtype") or config.get("torch_dtype") or "float32"
+    named = reader.get("dtype", "torch_dtype", default="float32")
     if (resolved := _DTYPES.get(str(named).removeprefix("torch."))) is None:
         raise ConfigError(f"The checkpoint's dtype {named!r} is not supported: choose one with dtype, e.g. 'bfloat16'.")
-    if resolved == "float16" and config.get("quantization_config"):
+    if resolved == "float16" and reader.config.get("quantization_config"):
         logger.info("quantized weights named float16 run in bfloat16, for which there are kernels; see dtype")
         return "bfloat16"
     return resolved

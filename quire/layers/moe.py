@@ -90,7 +90,7 @@ def _weights(experts: Sequence[GatedMLP]) -> tuple[list[Mapping[str, Tensor]], l
     """Of all experts those of the first product, and of the second; None where these can't be multiplied together."""
     pairs = [(expert.gate_up_proj, expert.down_proj) for expert in experts]
     alike = len({(first.method, second.method) for first, second in pairs}) == 1
-    if alike and not any(x.shard or x.shape.bias or not x.method.suits_experts for pair in pairs for x in pair):
+    if alike and not any(x.shard or not x.method.suits_experts for pair in pairs for x in pair):
         return [first.weights for first, _ in pairs], [second.weights for _, second in pairs]
     return None
 

@@ -68,12 +68,14 @@ class AttentionForm:
         qkv_bias, output_bias: whether the projections have a bias.
         head_norms: RMSNorm over each head of queries and keys, before the rotation, as the spec's eps says.
         fused: checkpoints hold queries, keys and values as one matrix.
+        sinks: whether each head has a score of one more key, without a value.
     """
 
     qkv_bias: bool = False
     output_bias: bool = False
     head_norms: bool = False
     fused: bool = False
+    sinks: bool = False
 
 
 class _Elsewhere(Unquantized):
@@ -192,7 +194,9 @@ class Builder:
         q_norm = self.rms_norm(spec.head_dim, spec.norm_eps) if form.head_norms else None
         k_norm = self.rms_norm(spec.head_dim, spec.norm_eps) if form.head_norms else None
         norms = {"q_norm": q_norm and q_norm.weight, "k_norm": k_norm and k_norm.weight}
-        spec = replace(spec, layer=len(self.context.cache_layers), **norms)
+        # In float32 whatever the model's type, as kernels read them: what is loaded later is seen by all.
+        sinks = nn.Parameter(torch.empty(spec.num_heads), requires_grad=False) if form.sinks else None
+        spec = replace(spec, layer=len(self.context.cache_layers), sinks=sinks, **norms)
         inner = size if isinstance(size, int) else size[-1]
         shards = self.context.sharding.attention(self.prefix, spec, inner, form.fused)
         spec = shards.spec
@@ -202,7 +206,7 @@ class Builder:
             assert shards.qkv is None, "joined projections are not shared among ranks"
             qkv_proj = self.joined("qkv_proj", size, outputs, bias=form.qkv_bias)
         o_proj = self.linear("o_proj", query_size, inner, bias=form.output_bias, shard=shards.output)
-        block = SelfAttention(self.context.backend, spec, qkv_proj, o_proj, q_norm, k_norm)
+        block = SelfAttention(self.context.backend, spec, qkv_proj, o_proj, q_norm, k_norm, sinks)
         self.context.cache_layers.append(LayerCache(spec.num_kv_heads, spec.head_dim, spec.window))
         self.context.attentions.append(block)
         return block
@@ -230,16 +234,19 @@ class Builder:
         return MLP(fc1, self.linear("fc2", inner_size, size, bias=bias, shard=whole), activation)
 
     def experts(
-        self, size: int, inner_size: int, routing: Routing, *, activation: str, shared_size: int = 0
+        self, size: int, inner_size: int, routing: Routing, *, activation: str, shared_size: int = 0, bias: bool = False
     ) -> MixtureOfExperts:
-        """A mixture of gated MLPs, and where `shared_size` is not 0 one more that all tokens share."""
-        gate = self.linear("gate", size, routing.num_experts, plain=True)
+        """A mixture of gated MLPs, and where `shared_size` is not 0 one more that all tokens share.
+
+        bias: of the router, and of the experts' matrices.
+        """
+        gate = self.linear("gate", size, routing.num_experts, bias=bias, plain=True)
         owners, experts = self.context.sharding.experts(self.prefix, routing.num_experts), []
         for i in range(routing.num_experts):
             child = self.child(f"experts.{i}")
             if owners is not None:
                 child = Builder(replace(self.context, sharding=Sharding()), child.prefix, i in owners.own)
-            experts.append(child.gated_mlp(size, inner_size, activation=activation))
+            experts.append(child.gated_mlp(size, inner_size, activation=activation, bias=bias))
         shared: tuple[GatedMLP, Linear] | None = None
         if shared_size:
             expert = self.child("shared_expert").gated_mlp(size, shared_size, activation=activation)

@@ -12,7 +12,7 @@ from quire.models.gguf import GGUFSource, GGUFTypes
 from quire.models.quantized import BlockTypes, QuantizedSource, find_matrices
 from quire.models.registry import checkpoint_format
 from quire.models.safetensors import SafetensorsSource
-from quire.models.weights import TensorSource, weight_slots
+from quire.models.weights import CheckpointFormat, CutSource, TensorSource, weight_slots
 
 
 def block_types(config: ModelConfig, load_format: str) -> BlockTypes | GGUFTypes | None:
@@ -22,7 +22,8 @@ def block_types(config: ModelConfig, load_format: str) -> BlockTypes | GGUFTypes
         return None
     if config.path.is_file():
         return GGUFTypes(read_gguf(config.path))
-    return BlockTypes(find_matrices(SafetensorsSource(config.path, config.model), stated), checkpoint_format(config))
+    form = checkpoint_format(config)
+    return BlockTypes(find_matrices(_directory_source(config, form), stated), form)
 
 
 def open_source(model: CausalLM, config: ModelConfig, load_format: str) -> TensorSource:
@@ -36,7 +37,7 @@ def open_source(model: CausalLM, config: ModelConfig, load_format: str) -> Tenso
     """
     if load_format == "dummy":
         return DummySource(model.checkpoint_shapes(), model.dtype, config.seed)
-    source = None if config.path.is_file() else SafetensorsSource(config.path, config.model)
+    source = None if config.path.is_file() else _directory_source(config, model.form)
     stated = config.hf_config.get("quantization_config") or {}
     if source is not None and not stated:
         return source
@@ -44,3 +45,8 @@ def open_source(model: CausalLM, config: ModelConfig, load_format: str) -> Tenso
     if source is None:
         return GGUFSource(config, model.form, model.dtype, slots)
     return QuantizedSource(source, find_matrices(source, stated), slots, model.form, model.dtype)
+
+
+def _directory_source(config: ModelConfig, form: CheckpointFormat) -> TensorSource:
+    source = SafetensorsSource(config.path, config.model)
+    return source if form.cut is None else CutSource(source, form.cut)

@@ -5,7 +5,7 @@ that layer. How a family's checkpoints differ from that is the `CheckpointFormat
 these. A checkpoint's files are a `TensorSource` (`quire.models.safetensors`, `gguf`, `pickled`), unknown here.
 """
 
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Protocol
@@ -46,6 +46,25 @@ class TensorSource(Protocol):
         ...
 
 
+Cut = tuple[TensorSpec, Callable[[Tensor], Tensor]]  # a part of a tensor, and how it is taken
+
+
+class CutSource:
+    """A `TensorSource` whose tensors are parts of another's."""
+
+    def __init__(self, source: TensorSource, cut: Callable[[TensorSpec], Iterable[Cut]]) -> None:
+        self._source, self.num_files = source, source.num_files
+        self._cuts = {spec.name: [*cut(spec)] for spec in source.specs}
+        self.specs = [spec for cuts in self._cuts.values() for spec, _ in cuts]
+
+    def stream(self, skip: Collection[str]) -> Iterator[tuple[TensorSpec, Tensor]]:
+        """Each tensor but those named in `skip`; one is only good until the next is asked for."""
+        wanted = {name: [each for each in cuts if each[0].name not in skip] for name, cuts in self._cuts.items()}
+        for whole, tensor in self._source.stream({name for name, cuts in wanted.items() if not cuts}):
+            for spec, take in wanted[whole.name]:
+                yield spec, take(tensor)
+
+
 # What sees and hears, in checkpoints of which the language model alone is run.
 _SENSES = ("visual.", "vision_tower.", "vision_model.", "audio_tower.", "multi_modal_projector.", "image_newline")
 
@@ -59,12 +78,14 @@ class CheckpointFormat:
         names: (ours, theirs) pieces of names, replaced in order.
         ignored: endings of names that are no parameters (tables and masks that are computed here).
         transposed: endings of names of matrices stored [in, out] instead of [out, in].
+        cut: what a tensor is here, of checkpoints that hold several matrices as one; None where each is one.
     """
 
     prefix: str = "model."
     names: tuple[tuple[str, str], ...] = ()
     ignored: tuple[str, ...] = ()
     transposed: tuple[str, ...] = ()
+    cut: Callable[[TensorSpec], Iterable[Cut]] | None = None
 
     def checkpoint_name(self, ours: str) -> str:
         """The checkpoint's name of what is called `ours` here."""

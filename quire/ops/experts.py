@@ -32,7 +32,7 @@ class Experts:
         count: of all.
         owners: which rank has which; None where all are here, or parts of all.
         weights: of both products those of all of them: "weight" as `linear` takes it, "codes", "scales" and
-            maybe "zeros" as `quantized_linear` does; None where they are not like that.
+            maybe "zeros" as `quantized_linear` does, maybe a "bias"; None where they are not like that.
         activation: between the two.
         addresses: where a kernel notes in its device's memory where weights are.
     """

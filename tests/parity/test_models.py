@@ -154,7 +154,10 @@ def check_bfloat16(saved, name: str, level: str) -> None:
     expected = their_logits(saved(name)[0], prompt())
 
     def error(logits: Tensor) -> float:
-        return ((logits.float() - expected).square().mean().sqrt() / expected.std()).item()
+        errors = (logits.float() - expected).square().mean(-1)
+        # Of most positions, as a token whose choice of experts was close chooses others in fewer bits.
+        typical = errors.median() if name in tiny.WITH_EXPERTS else errors.mean()
+        return (typical.sqrt() / expected.std()).item()
 
     found = logits_on_every_path(ours(saved, name, "bfloat16", level))
     assert found.dtype == torch.float32, "logits are not rounded"

@@ -117,6 +117,13 @@ def mixtral(dice: Dice) -> Drawn:
     return windowed(dice) | {"num_local_experts": dice.choice([2, 5]), "num_experts_per_tok": dice.choice([1, 2])}
 
 
+def gpt_oss(dice: Dice) -> Drawn:
+    found = own_heads(dice) | {"num_local_experts": dice.choice([2, 5]), "num_experts_per_tok": dice.choice([1, 2])}
+    del found["hidden_act"]
+    found |= {"sliding_window": dice.choice([7, 40]), "attention_bias": dice.random() < 0.6}
+    return layer_types(dice, found)
+
+
 def granite(dice: Dice) -> Drawn:
     names = ("embedding_multiplier", "attention_multiplier", "residual_multiplier", "logits_scaling")
     return biased(dice) | {name: dice.choice([0.2, 1.0, 3.0]) for name in names}
@@ -186,6 +193,7 @@ DRAWS: dict[str, Callable[[Dice], Drawn]] = {
     "mixtral": mixtral,
     "qwen2-moe": qwen2_moe,
     "qwen3-moe": qwen3_moe,
+    "gpt-oss": gpt_oss,
     "granite": granite,
     "smollm3": smollm3,
     "seed-oss": seed_oss,

@@ -29,6 +29,7 @@ CASES = [
     slow("gemma2-caps", None, "bfloat16"),
     slow("qwen2-moe", None, "float32"),
     slow("opt-350m", None, "float32"),
+    slow("gpt-oss", None, "float32"),
     slow("granite", None, "bfloat16"),
     ("gpt2", None, "float16"),
 ]

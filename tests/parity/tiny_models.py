@@ -20,6 +20,7 @@ from quire.config.model import ModelConfig
 from quire.models.compiled import CompiledModel
 from quire.models.registry import DTYPES, CausalLM, build_model
 from quire.models.sharding import Sharding
+from quire.models.sources import block_types, open_source
 from quire.ops.gather import Meeting
 from quire.ops.native.library import TORCH, Target, default_target
 from quire.protocol.cache import group_layers
@@ -42,6 +43,20 @@ LLAMA = {
 }
 MIXTRAL = LLAMA | {"num_local_experts": 5, "num_experts_per_tok": 2, "sliding_window": None}
 QWEN_MOE = LLAMA | {"num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 20}
+GPT_OSS = LLAMA | {
+    "num_local_experts": 5,
+    "num_experts_per_tok": 2,
+    "head_dim": 16,
+    "sliding_window": 24,
+    "rope_parameters": {
+        "rope_type": "yarn",
+        "factor": 4.0,
+        "original_max_position_embeddings": 64,
+        "beta_fast": 32.0,
+        "truncate": False,
+        "rope_theta": 150000.0,
+    },
+}
 GEMMA = LLAMA | {"head_dim": 16, "tie_word_embeddings": True}
 OPT = {
     "vocab_size": 97,
@@ -177,6 +192,20 @@ CASES: dict[str, tuple[str, str, dict[str, Any]]] = {
         "Qwen3MoeForCausalLM",
         QWEN_MOE | {"mlp_only_layers": [0], "attention_bias": True, "tie_word_embeddings": True},
     ),
+    "gpt-oss": ("GptOssConfig", "GptOssForCausalLM", GPT_OSS),
+    "gpt-oss-wide": (  # so that gates are clamped, and 2880 columns are no multiple of 64 either
+        "GptOssConfig",
+        "GptOssForCausalLM",
+        GPT_OSS
+        | {
+            "hidden_size": 96,
+            "num_experts_per_tok": 4,
+            "initializer_range": 0.22,
+            "layer_types": ["full_attention", "sliding_attention"],
+            "attention_bias": False,
+            "tie_word_embeddings": True,
+        },
+    ),
     "seed-oss": ("SeedOssConfig", "SeedOssForCausalLM", LLAMA | {"head_dim": 16}),
     "seed-oss-biases": (
         "SeedOssConfig",
@@ -296,7 +325,7 @@ SEEING: dict[str, tuple[str, str, dict[str, Any]]] = {
     "qwen3-vl": _seeing("Qwen3VL", MROPE | {"head_dim": 8}, QWEN3_VISION),
     "voxtral": _seeing("Voxtral", LLAMA | {"model_type": "llama"}, AUDIO, "audio"),
 }
-WITH_EXPERTS = ("mixtral", "qwen2-moe", "qwen3-moe")
+WITH_EXPERTS = ("mixtral", "qwen2-moe", "qwen3-moe", "gpt-oss")
 FAMILIES = (
     "llama",
     "mistral",
@@ -322,7 +351,7 @@ def build_theirs(name: str) -> Any:
     config = getattr(transformers, config_class)(**deepcopy(arguments))  # which writes into what it is given
     model = getattr(transformers, model_class)(config).eval().requires_grad_(False)
     for parameter_name, parameter in model.named_parameters():
-        if parameter.dim() == 1:
+        if parameter.dim() == 1 or parameter_name.endswith("_bias"):
             parameter.normal_(1.0 if parameter_name.endswith("weight") else 0.0, 0.2)
     return model
 
@@ -368,9 +397,10 @@ def build_ours(
     config = ModelConfig.from_pretrained(str(directory), dtype=dtype, **options)
     native = kernels != TORCH
     backend = select_backend("native" if native else "reference")
-    formats = select_formats(quantization, Packing(DTYPES[config.dtype], zeros) if native else None)
+    packing = Packing(DTYPES[config.dtype], zeros) if native else None
+    formats = select_formats(quantization, packing, block_types(config, "auto"))
     model = build_model(config, backend, formats, Sharding(group, reduces=reduces))
-    model.load_weights(checkpoint(directory))
+    model.load_weights((spec.name, tensor) for spec, tensor in open_source(model, config, "auto").stream(()))
     assert not model.missing_weights
     target = None if group is None or not native else Target(default_target().level, group.rank + 1)
     return Ours(model, CompiledModel(model, target, tapped) if native else model, backend)

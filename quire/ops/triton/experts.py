@@ -53,10 +53,11 @@ def _route(scores, weights, chosen, count, TOP_K: tl.constexpr, RENORMALIZE: tl.
 
 @triton.jit(do_not_specialize=["tall"])
 def _products(
-    x, weights, scales, zeros, order, starts, first_tiles, out, tall, num_columns, size, weight_stride, num_groups,
-    SHARED: tl.constexpr, COUNT: tl.constexpr, EXPERTS: tl.constexpr, TYPE: tl.constexpr, CODES: tl.constexpr,
-    GROUP: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, EVEN: tl.constexpr,
-    TURNED: tl.constexpr, NEIGHBOURS: tl.constexpr,
+    x, weights, scales, zeros, biases, order, starts, first_tiles, out, tall, num_columns, size, weight_stride,
+    num_groups,
+    SHARED: tl.constexpr, COUNT: tl.constexpr, EXPERTS: tl.constexpr, TYPE: tl.constexpr, BIAS: tl.constexpr,
+    CODES: tl.constexpr, GROUP: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
+    EVEN: tl.constexpr, TURNED: tl.constexpr, NEIGHBOURS: tl.constexpr,
 ):  # fmt: skip
     """Rows `order` of `out`; of `x` each is that of SHARED rows of `out`, one after another."""
     begin_kernel()
@@ -82,7 +83,8 @@ def _products(
     sums = multiply(
         a, mask[:, None], b, s, z, g, size, num_groups, BLOCK_M, BLOCK_N, BLOCK_K, EVEN, CODES, GROUP, TURNED
     )
-    sums = finish(sums, None if GROUP else s, None, known)
+    bias = tl.load(biases + expert).to(tl.pointer_type(BIAS)) if biases is not None else None
+    sums = finish(sums, None if GROUP else s, bias, known)
     places = out + rows.to(tl.int64)[:, None] * num_columns + columns[None, :]
     tl.store(places, narrow(sums, out.dtype.element_ty), mask[:, None] & here[None, :])
 
@@ -153,12 +155,14 @@ def _multiply(
     launch(
         *(_products, (tall * -(-num_columns // tiles.block_n),)),
         *(x, told.get("weight", told.get("codes")), told.get("scales"), told.get("zeros")),
+        told.get("bias"),
         *(order, starts, first_tiles, out, tall, num_columns, size, weight.stride(0)),
         0 if scales is None else scales.shape[1],
         SHARED=shared,
         COUNT=experts.count,
         EXPERTS=triton.next_power_of_2(experts.count),
         TYPE=tl.uint8 if group else TYPES[weight.dtype],
+        BIAS=TYPES[x.dtype],
         CODES=CODES.get(weight.dtype),
         GROUP=group,
         NEIGHBOURS=NEIGHBOURS,

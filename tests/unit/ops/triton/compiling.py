@@ -101,7 +101,7 @@ def every_kernel() -> None:
     ops.add_rms_norm(x, x, vector, 1e-6, True)
     ops.layer_norm(x, vector, vector, 1e-6)
     ops.embedding(torch.zeros(3, dtype=torch.int32), matrix)
-    for name in ("silu_and_mul", "gelu_and_mul", "gelu_tanh", "relu"):
+    for name in ("silu_and_mul", "gelu_and_mul", "gelu_tanh", "relu", "swiglu_oai"):
         OPERATIONS[name](x)
     for rows in (1, 130, 8192):
         ops.integer_linear(x[:rows].to(torch.int8), matrix.to(torch.int8))
@@ -115,7 +115,9 @@ def every_kernel() -> None:
         Linear(Place("", Coded("U4_32"), torch.float32), 160, 4096)(x[:rows, :160].float())
     for method in (Unquantized(), Coded("int8"), Coded("int4"), Coded("U4_128"), Coded("F8_128")):
         place = Place("", method, x.dtype)
-        mlps = [GatedMLP(Linear(place, 256, 512), Linear(place, 256, 256), "silu") for _ in range(8)]
+        biased = isinstance(method, Unquantized) or method.kind == "U4_128"  # as gpt-oss
+        matrices = [[Linear(place, 256, rows, bias=biased) for rows in (512, 256)] for _ in range(8)]
+        mlps = [GatedMLP(*pair, "swiglu_oai" if biased else "silu") for pair in matrices]
         gate = Linear(Place("", Unquantized(), x.dtype), 256, 8)
         for rows in (1, 64):
             mlps[0](x[:rows], None)

@@ -38,17 +38,25 @@ class Kept(Coded):
 
 
 def mixture(
-    method: QuantizationMethod, dtype: torch.dtype, count: int, device: str, sizes: tuple[int, int] = SIZES
+    method: QuantizationMethod,
+    dtype: torch.dtype,
+    count: int,
+    device: str,
+    sizes: tuple[int, int] = SIZES,
+    activation: str = "silu",
 ) -> MixtureOfExperts:
+    """With biases, as gpt-oss has them, where the activation is its own."""
     size, inner = sizes
 
     def linear(inputs: int, outputs: int, seed: int, method: QuantizationMethod = method) -> Linear:
-        layer = Linear(Place("", method, dtype), inputs, outputs)
-        [slot] = layer.checkpoint_slots("")
-        slot.load((draw(outputs, inputs, seed=seed) / inputs**0.5).to(dtype))
+        layer = Linear(Place("", method, dtype), inputs, outputs, bias=activation != "silu")
+        matrix, *bias = layer.checkpoint_slots("")
+        matrix.load((draw(outputs, inputs, seed=seed) / inputs**0.5).to(dtype))
+        for slot in bias:
+            slot.load(draw(outputs, seed=seed + 200).to(dtype))
         return layer
 
-    mlps = [GatedMLP(linear(size, 2 * inner, 2 * i), linear(inner, size, 2 * i + 1), "silu") for i in range(count)]
+    mlps = [GatedMLP(linear(size, 2 * inner, 2 * i), linear(inner, size, 2 * i + 1), activation) for i in range(count)]
     return MixtureOfExperts(Routing(count, 2, True), linear(size, count, 99, Unquantized()), mlps).to(device)
 
 
@@ -86,7 +94,7 @@ def test_route(installed: str, count: int, renormalize: bool) -> None:
 def test_mix(installed: str, kind: str | None, dtype: torch.dtype, count: int) -> None:
     method = Unquantized() if kind is None else Kept(kind) if kind in KEPT else Coded(kind)
     sizes = (64, 32) if kind in KEPT else SIZES
-    moe = mixture(method, dtype, count, installed, sizes)
+    moe = mixture(method, dtype, count, installed, sizes, "swiglu_oai" if count == 3 else "silu")
     assert moe._all.weights is not None, "they are not multiplied together"
     x = draw(40, sizes[0], seed=5).to(dtype).to(installed)
 

@@ -21,6 +21,7 @@ from quire.errors import ConfigError, ModelLoadError
 from quire.models import safetensors
 from quire.models.causal_lm import CausalLM
 from quire.models.safetensors import read_header
+from quire.models.weights import CheckpointFormat
 from quire.worker.weights.load import LoadReport, load_model_weights
 
 CONFIG = {
@@ -37,6 +38,7 @@ class TinyModel(nn.Module):
     """Three parameters, or those of `modules`, under their checkpoint names; ignores other names, as a model may."""
 
     filled_weights: AbstractSet[str] = frozenset()
+    form = CheckpointFormat()
 
     def __init__(self, dtype: torch.dtype = torch.float32, **modules: nn.Module) -> None:
         super().__init__()
