@@ -103,6 +103,10 @@ class AttentionBackend(ABC):
             [T, Hq D].
         """
 
+    def attend_apart(self, query: Tensor, kv: Tensor, spec: AttentionSpec, step: Step) -> Tensor:
+        """`attend`, given queries [T, Hq D] apart from keys and values [T, 2 Hkv D]."""
+        return self.attend(torch.cat((query, kv), -1), spec, step)
+
     def copy_blocks(self, kv_cache: Tensor, sources: Tensor, destinations: Tensor) -> None:
         """Copy whole blocks; int64 [N] each. Every source is read before any destination is written."""
         if kv_cache.device.type == "cpu":  # not by torch's indexing: waking OpenMP's threads takes longer than the copy

@@ -5,6 +5,8 @@ write) and attend.
 """
 
 from ctypes import addressof
+from dataclasses import replace
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -53,6 +55,11 @@ class NativeBackend(AttentionBackend):
             what = "the compiled kernels have no attention to what comes later"
             raise ModelLoadError(f"{what}; kernels='torch' serves this model.")
         return recorded(attend(prepare(qkv, spec), spec))
+
+    def attend_apart(self, query: Any, kv: Any, spec: AttentionSpec, step: Step) -> Tensor:
+        """Record it: two instructions prepare them, as layers of keys and values alone, and of queries alone."""
+        prepare(kv, replace(spec, num_heads=0))
+        return recorded(attend(prepare(query, replace(spec, num_kv_heads=0, prefix=None)), spec))
 
     def move_slots(self, kv_cache: Tensor, moves: SlotMoves) -> None:
         _, _, num_kv_heads, size = kv_cache.shape

@@ -168,7 +168,8 @@ class ConfigReader:
         for key, rope in (("rope_scaling", scaling), ("rope_parameters", parameters)):
             if not isinstance(rope, dict):
                 raise self.error(f"has {key} = {rope!r}; it must be an object or null.")
-        local = self.get("rope_local_base_freq")
+        plain = self.get("rope_theta", default=10000.0) if self.family.plain_windows else None
+        local = self.get("rope_local_base_freq", default=plain)
         window = None if local is None else self._one_rope({}, {"rope_type": "default", "rope_theta": local})
         by_type = parameters or scaling
         if any(isinstance(value, dict) for value in by_type.values()):

@@ -48,6 +48,7 @@ class Family:
         learned_positions: they are a table of the checkpoint, which no scaling makes longer.
         scaled_length: max_position_embeddings has a scaling of the positions in it already.
         windowed: whether a layer has the sliding window, where config.json names one and no `layer_types`.
+        plain_windows: layers with a window rotate by rope_theta, without the scaling of the others.
         window_switch: the key that must be true for any layer to have it; "" for none.
         text_of: model_types of what reads text in models that see or hear, where it is like this family.
         tokenizer_class: the class that reads the tokenizer's files; "" takes them as they are.
@@ -61,6 +62,7 @@ class Family:
     learned_positions: bool = False
     scaled_length: bool = False
     windowed: WindowRule = _every_layer
+    plain_windows: bool = False
     window_switch: str = ""
     text_of: tuple[str, ...] = ()
     tokenizer_class: str = ""
@@ -68,6 +70,7 @@ class Family:
 
 
 _GEMMA: dict[str, Any] = {"tie_word_embeddings": True, "head_dim": 256, "max_position_embeddings": 8192}
+_OLMO: dict[str, Any] = {"rms_norm_eps": 1e-5, "max_position_embeddings": 2048}
 _QWEN: dict[str, Any] = {"windowed": _late_layers, "window_switch": "use_sliding_window"}
 
 # fmt: off
@@ -89,6 +92,10 @@ FAMILIES = (
         tokenizer_overrides=True),
     Family("MixtralForCausalLM", "mixtral", "mixtral:build", {"num_key_value_heads": 8, "rope_theta": 1e6},
         tokenizer_overrides=True),
+    Family("Olmo2ForCausalLM", "olmo2", "llama:build_olmo", _OLMO),
+    Family("Olmo3ForCausalLM", "olmo3", "llama:build_olmo",
+        _OLMO | {"rope_theta": 5e5, "sliding_window": 4096, "sliding_window_pattern": 4}, windowed=_all_but_every_nth,
+        plain_windows=True),
     Family("OPTForCausalLM", "opt", "opt:build", {"tie_word_embeddings": True, "max_position_embeddings": 2048},
         learned_positions=True, tokenizer_class="GPT2Tokenizer"),
     Family("Phi3ForCausalLM", "phi3", "llama:build_phi3", {"rms_norm_eps": 1e-5, "max_position_embeddings": 4096}),

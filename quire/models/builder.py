@@ -22,6 +22,7 @@ from quire.layers.moe import MixtureOfExperts, Routing
 from quire.layers.norm import LayerNorm, RMSNorm
 from quire.models.joined import JoinedLinear
 from quire.models.sharding import Sharding
+from quire.models.whole_norms import WholeNormAttention
 from quire.protocol.cache import CacheGroup, LayerCache, group_layers
 from quire.quantization.base import MatrixShape, TensorForm, Unquantized
 from quire.quantization.registry import WeightFormats
@@ -69,6 +70,7 @@ class AttentionForm:
         head_norms: RMSNorm over each head of queries and keys, before the rotation, as the spec's eps says.
         fused: checkpoints hold queries, keys and values as one matrix.
         sinks: whether each head has a score of one more key, without a value.
+        whole_norms: RMSNorm over all heads of queries together, and of keys, in place of `head_norms`.
     """
 
     qkv_bias: bool = False
@@ -76,6 +78,7 @@ class AttentionForm:
     head_norms: bool = False
     fused: bool = False
     sinks: bool = False
+    whole_norms: bool = False
 
 
 class _Elsewhere(Unquantized):
@@ -160,7 +163,7 @@ class Builder:
     def embedding(self, name: str, num_rows: int, size: int) -> VocabEmbedding:
         """A table of vectors by token id."""
         place = Builder(self.context, self.prefix, self.context.has_table)._place(name, table=True)
-        return VocabEmbedding(replace(place, shard=self.context.sharding.vocab(num_rows)), num_rows, size)
+        return VocabEmbedding(replace(place, shard=self.context.sharding.gathered(num_rows)), num_rows, size)
 
     def positions(self, name: str, num_positions: int, size: int, offset: int = 0) -> LearnedPositions:
         """A table of vectors by position; that of position 0 is row `offset`."""
@@ -190,13 +193,17 @@ class Builder:
         """
         query_size, kv_size = spec.num_heads * spec.head_dim, spec.num_kv_heads * spec.head_dim
         parts = {"q_proj": query_size, "k_proj": kv_size, "v_proj": kv_size}
+        spec = replace(spec, layer=len(self.context.cache_layers))
+        if form.whole_norms:
+            assert isinstance(size, int)
+            return self._note(self._whole_norm_attention(size, spec, form))
         outputs = sum(parts.values()) if form.fused else parts
         q_norm = self.rms_norm(spec.head_dim, spec.norm_eps) if form.head_norms else None
         k_norm = self.rms_norm(spec.head_dim, spec.norm_eps) if form.head_norms else None
         norms = {"q_norm": q_norm and q_norm.weight, "k_norm": k_norm and k_norm.weight}
         # In float32 whatever the model's type, as kernels read them: what is loaded later is seen by all.
         sinks = nn.Parameter(torch.empty(spec.num_heads), requires_grad=False) if form.sinks else None
-        spec = replace(spec, layer=len(self.context.cache_layers), sinks=sinks, **norms)
+        spec = replace(spec, sinks=sinks, **norms)
         inner = size if isinstance(size, int) else size[-1]
         shards = self.context.sharding.attention(self.prefix, spec, inner, form.fused)
         spec = shards.spec
@@ -206,10 +213,23 @@ class Builder:
             assert shards.qkv is None, "joined projections are not shared among ranks"
             qkv_proj = self.joined("qkv_proj", size, outputs, bias=form.qkv_bias)
         o_proj = self.linear("o_proj", query_size, inner, bias=form.output_bias, shard=shards.output)
-        block = SelfAttention(self.context.backend, spec, qkv_proj, o_proj, q_norm, k_norm, sinks)
+        return self._note(SelfAttention(self.context.backend, spec, qkv_proj, o_proj, q_norm, k_norm, sinks))
+
+    def _note(self, block: SelfAttention) -> SelfAttention:
+        spec = block.spec
         self.context.cache_layers.append(LayerCache(spec.num_kv_heads, spec.head_dim, spec.window))
         self.context.attentions.append(block)
         return block
+
+    def _whole_norm_attention(self, size: int, spec: AttentionSpec, form: AttentionForm) -> SelfAttention:
+        """The norms need all heads, so each rank attends to all, and has all of what makes keys and values."""
+        query_size, kv_size = spec.num_heads * spec.head_dim, spec.num_kv_heads * spec.head_dim
+        gathered, bias = self.context.sharding.gathered, form.qkv_bias
+        q_proj = self.linear("q_proj", size, query_size, bias=bias, shard=gathered(query_size))
+        kv_proj = self.linear("qkv_proj", size, {"k_proj": kv_size, "v_proj": kv_size}, bias=bias)
+        o_proj = self.linear("o_proj", query_size, size, bias=form.output_bias, shard=gathered(size))
+        norms = self.rms_norm(query_size, spec.norm_eps), self.rms_norm(kv_size, spec.norm_eps)
+        return WholeNormAttention(q_proj, self.context.backend, spec, kv_proj, o_proj, *norms)
 
     def gated_mlp(
         self, size: int, inner_size: int, *, activation: str, bias: bool = False, fused: bool = False

@@ -3,7 +3,8 @@
 A family's file decides what norm, attention and MLP are; this is only the order in which they meet.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import Literal
 
 from torch import Tensor, nn
 
@@ -45,6 +46,44 @@ class DecoderLayer(nn.Module):
 
     def _scaled(self, x: Tensor) -> Tensor:
         return x if self.scale is None else ops.scale(x, self.scale)
+
+
+class SandwichLayer(DecoderLayer):
+    """``x += norm(attention(norm(x))); x += norm(mlp(norm(x)))``, along a residual stream as `DecoderLayer`."""
+
+    def __init__(self, norms: Sequence[Norm], self_attn: SelfAttention, mlp: nn.Module) -> None:
+        """`norms`: the four of them, in the order in which they are applied."""
+        before_attention, after_attention, before_mlp, after_mlp = norms
+        super().__init__(before_attention, self_attn, after_attention, mlp)
+        self.pre_feedforward_layernorm = before_mlp
+        self.post_feedforward_layernorm = after_mlp
+
+    def forward(self, x: Tensor, residual: Tensor | None, step: Step) -> tuple[Tensor, Tensor]:
+        """x and residual [T, H] (None before the first layer) -> the same pair."""
+        x, residual = self.input_layernorm.add(x, residual)
+        x = self.post_attention_layernorm(self.self_attn(x, step))
+        x, residual = self.pre_feedforward_layernorm.add(x, residual)
+        return self.post_feedforward_layernorm(self.mlp(x, step)), residual
+
+
+class Through(Norm):
+    """Stands where there is no norm."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x
+
+
+NormOrder = Literal["before", "around", "after"]  # of what a block computes
+
+
+def decoder_layer(
+    order: NormOrder, norm: Callable[[], Norm], self_attn: SelfAttention, mlp: nn.Module, scale: float | None = None
+) -> DecoderLayer:
+    """A layer with its norms where `order` says; `norm` makes one, `scale` is for those that stand before alone."""
+    if order == "before":
+        return DecoderLayer(norm(), self_attn, norm(), mlp, scale)
+    before = norm if order == "around" else Through
+    return SandwichLayer((before(), norm(), before(), norm()), self_attn, mlp)
 
 
 class Decoder(nn.Module):

@@ -5,44 +5,22 @@ norms after each block, caps on scores and logits, and windows in every other la
 keys in place of the caps, and rotates layers with a window by frequencies of their own.
 """
 
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from quire.attention.base import AttentionSpec
-from quire.attention.step import Step
 from quire.config.model import ModelConfig
 from quire.errors import ModelLoadError
-from quire.layers.attention import SelfAttention
-from quire.layers.mlp import GatedMLP
-from quire.layers.norm import RMSNorm
 from quire.models.builder import AttentionForm, Builder
 from quire.models.causal_lm import CausalLM
-from quire.models.decoder import Decoder, DecoderLayer
+from quire.models.decoder import Decoder, decoder_layer
 from quire.models.llama import FORMAT, build_rope, llama_attention
 from quire.models.settings import number
 
 TANH_GELU = "gelu_pytorch_tanh"
-
-
-class SandwichLayer(DecoderLayer):
-    """``x += norm(attention(norm(x))); x += norm(mlp(norm(x)))``, along a residual stream as `DecoderLayer`."""
-
-    def __init__(self, norms: Sequence[RMSNorm], self_attn: SelfAttention, mlp: GatedMLP) -> None:
-        """`norms`: the four of them, in the order in which they are applied."""
-        before_attention, after_attention, before_mlp, after_mlp = norms
-        super().__init__(before_attention, self_attn, after_attention, mlp)
-        self.pre_feedforward_layernorm = before_mlp
-        self.post_feedforward_layernorm = after_mlp
-
-    def forward(self, x: Tensor, residual: Tensor | None, step: Step) -> tuple[Tensor, Tensor]:
-        """x and residual [T, H] (None before the first layer) -> the same pair."""
-        x, residual = self.input_layernorm.add(x, residual)
-        x = self.post_attention_layernorm(self.self_attn(x, step))
-        x, residual = self.pre_feedforward_layernorm.add(x, residual)
-        return self.post_feedforward_layernorm(self.mlp(x, step)), residual
 
 
 @dataclass(frozen=True)
@@ -94,10 +72,8 @@ def _build(config: ModelConfig, builder: Builder, shape: GemmaShape) -> CausalLM
         own = replace(spec, window=window, rope=spec.rope if window is None else window_rope)
         attention = builder.child("self_attn").attention(size, own, AttentionForm(bias, bias, shape.head_norms))
         mlp = builder.child("mlp").gated_mlp(size, config.intermediate_size, activation=shape.activation)
-        norms = [builder.rms_norm(size, eps, plus_one=True) for _ in range(4 if shape.sandwich else 2)]
-        if shape.sandwich:
-            return SandwichLayer(norms, attention, mlp)
-        return DecoderLayer(norms[0], attention, norms[1], mlp)
+        norm = partial(builder.rms_norm, size, eps, plus_one=True)
+        return decoder_layer("around" if shape.sandwich else "before", norm, attention, mlp)
 
     body = builder.child("model")
     embedding = body.embedding("embed_tokens", config.vocab_size, size)

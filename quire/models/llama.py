@@ -2,12 +2,14 @@
 
 Mistral (arXiv:2310.06825), whose windows `ModelConfig` has resolved; Phi-3 (arXiv:2404.14219), whose checkpoints merge
 matrices; Qwen2 (arXiv:2407.10671), with biases on queries, keys and values; Qwen3 (arXiv:2505.09388), with a norm on
-each head of queries and keys; Seed-OSS; SmolLM3, with layers that don't rotate; and Granite, with factors on what is
-added, are this with a few switches, and are built here. Their mixtures of experts build themselves with `build_llama`.
+each head of queries and keys; Seed-OSS; SmolLM3, with layers that don't rotate; Granite, with factors on what is added;
+and OLMo 2 and 3 (arXiv:2501.00656), with norms after each block and of whole queries and keys, are this with a few
+switches, and are built here. Their mixtures of experts build themselves with `build_llama`.
 """
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 from torch import Tensor, nn
@@ -18,7 +20,7 @@ from quire.errors import ModelLoadError
 from quire.layers.rotary import RopeParameters, rope_table
 from quire.models.builder import AttentionForm, Builder
 from quire.models.causal_lm import CausalLM
-from quire.models.decoder import Decoder, DecoderLayer
+from quire.models.decoder import Decoder, DecoderLayer, NormOrder, decoder_layer
 from quire.models.settings import count, number
 from quire.models.weights import CheckpointFormat
 
@@ -34,12 +36,14 @@ class LlamaShape(AttentionForm):
     Attributes:
         feed_forward: makes what follows attention; None for a gated MLP.
         rotated: for each layer, whether it rotates queries and keys; () where all do.
+        norms: where they stand.
         embed_scale, score_scale, branch_scale, logit_scale: factors on embeddings, scores, on what a block adds to the
             residual stream, and on logits, where a family has its own.
     """
 
     feed_forward: FeedForward | None = None
     rotated: tuple[bool, ...] = ()
+    norms: NormOrder = "before"
     embed_scale: float | None = None
     score_scale: float | None = None
     branch_scale: float | None = None
@@ -100,6 +104,12 @@ def build_granite(config: ModelConfig, builder: Builder) -> CausalLM:
     return build_llama(config, builder, shape)
 
 
+def build_olmo(config: ModelConfig, builder: Builder) -> CausalLM:
+    """Olmo2ForCausalLM, and Olmo3ForCausalLM."""
+    bias = bool(config.hf_config.get("attention_bias", False))
+    return build_llama(config, builder, LlamaShape(bias, bias, whole_norms=True, norms="after"))
+
+
 def build_phi3(config: ModelConfig, builder: Builder) -> CausalLM:
     """Phi3ForCausalLM."""
     return build_llama(config, builder, LlamaShape(fused=True, feed_forward=_gated_mlp(config, fused=True)))
@@ -110,15 +120,17 @@ def build_llama(config: ModelConfig, builder: Builder, shape: LlamaShape = Llama
     size, eps = config.hidden_size, number(config, "rms_norm_eps", 1e-6)
     spec = llama_attention(config, build_rope(config))
     spec = replace(spec, scale=shape.score_scale or spec.scale)
+    window_rope = build_rope(config, config.window_rope_parameters) if config.window_rope_parameters else spec.rope
     feed_forward = shape.feed_forward or _gated_mlp(config)
 
     def layer(index: int, builder: Builder) -> DecoderLayer:
         rotates = not shape.rotated or shape.rotated[index]
-        own = replace(spec, window=config.layer_windows[index], rope=spec.rope if rotates else None)
+        window = config.layer_windows[index]
+        rope = spec.rope if window is None else window_rope
+        own = replace(spec, window=window, rope=rope if rotates else None)
         attention = builder.child("self_attn").attention(size, own, shape)
         mlp = feed_forward(index, builder.child("mlp"))
-        norms = builder.rms_norm(size, eps), builder.rms_norm(size, eps)
-        return DecoderLayer(norms[0], attention, norms[1], mlp, shape.branch_scale)
+        return decoder_layer(shape.norms, partial(builder.rms_norm, size, eps), attention, mlp, shape.branch_scale)
 
     body = builder.child("model")
     embedding = body.embedding("embed_tokens", config.vocab_size, size)

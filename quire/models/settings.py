@@ -1,11 +1,12 @@
 """Reads the numbers of config.json that one family alone knows; `quire.config.model` has those that all have.
 
 Builders of models call it, so that a value that can't be is told by its key before a layer is made of it. Null counts
-as absent, as transformers writes it.
+as absent, as transformers writes it; for what is absent the family's defaults come before those given here.
 """
 
 from typing import Any
 
+from quire.config.families import family_of
 from quire.config.model import ModelConfig
 from quire.errors import ModelLoadError
 
@@ -38,7 +39,7 @@ def indices(config: ModelConfig, key: str) -> frozenset[int]:
 
 def _value(config: ModelConfig, key: str, default: Any) -> Any:
     value = config.hf_config.get(key)
-    return default if value is None else value
+    return family_of(config.model_type).defaults.get(key, default) if value is None else value
 
 
 def _refusal(config: ModelConfig, key: str, value: Any, rule: str) -> ModelLoadError:

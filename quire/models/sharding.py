@@ -98,8 +98,8 @@ class Sharding:
         rows = range(starts[group.rank], starts[group.rank + 1])
         return Shard(group, dict.fromkeys(parts, (rows,))), self._whole(group, starts, size)
 
-    def vocab(self, num_rows: int) -> Shard | None:
-        """Of a table of that many tokens, or of the output head."""
+    def gathered(self, num_rows: int) -> Shard | None:
+        """Of a table of that many tokens, or of a matrix whose so many features all ranks get, as the output head's."""
         group = self._group
         return None if group is None else self._whole(group, None, num_rows)
 

@@ -16,6 +16,6 @@ from quire.ops.gather import gather, gather_rows, own_rows, reduce
 from quire.ops.host import host, on_rows
 from quire.ops.linear import linear
 from quire.ops.lora import Adapted, AdaptedRows, LoraLayer, LoraMatrices, TokenSlots, lora, lora_rows
-from quire.ops.norm import add_rms_norm, layer_norm, rms_norm
+from quire.ops.norm import add_rms_norm, layer_norm, rms_norm, rms_norm_first
 from quire.ops.quantized import gated_linear, integer_linear, quantized_linear
 from quire.ops.rope import AttentionSpec, prepare, rotary, write_kv

@@ -1,5 +1,6 @@
 """RMSNorm and LayerNorm over the last dimension."""
 
+import torch
 import torch.nn.functional as F
 from torch import Tensor
 
@@ -39,10 +40,23 @@ def layer_norm(x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float
     return F.layer_norm(x, x.shape[-1:], weight, bias, eps)
 
 
+@op
+def rms_norm_first(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """`rms_norm` of the first columns, as many as there are weights; those after them stay. `x` may be overwritten."""
+    first, rest = x.split([len(weight), x.shape[-1] - len(weight)], -1)
+    return torch.cat((rms_norm(first.contiguous(), weight, eps), rest), -1)
+
+
 @rms_norm.native
 def _build_rms(x: Value, weight: Tensor, eps: float, plus_one: bool = False) -> Value:
     vector = x.builder.vector(weight, x.width)
     return x.builder.append("norm", [x], x.width, weight=vector, size=x.width, eps=eps, plus_one=plus_one)
+
+
+@rms_norm_first.native
+def _build_first(x: Value, weight: Tensor, eps: float) -> Value:
+    size = len(weight)
+    return x.builder.append("norm", [x], x, weight=x.builder.vector(weight, size), size=size, eps=eps)
 
 
 add_rms_norm.native(add_rms_norm.reference)  # whose parts are recorded

@@ -105,7 +105,7 @@ class AttentionSpec:
         Raises:
             ValueError: heads that the kernels don't know.
         """
-        if self.head_dim > MAX_HEAD_DIM or self.num_heads % self.num_kv_heads:
+        if self.head_dim > MAX_HEAD_DIM or self.num_heads % max(1, self.num_kv_heads):
             raise ValueError(
                 f"{self.num_heads} heads of {self.head_dim} features over {self.num_kv_heads} KV heads can't be "
                 f"attended to: head_dim is at most {MAX_HEAD_DIM}, heads come in whole groups"

@@ -139,6 +139,14 @@ def seed_oss(dice: Dice) -> Drawn:
     return biased(dice) | {"attention_out_bias": dice.random() < 0.4}
 
 
+def olmo2(dice: Dice) -> Drawn:
+    return llama(dice) | {"attention_bias": dice.random() < 0.4}
+
+
+def olmo3(dice: Dice) -> Drawn:
+    return layer_types(dice, olmo2(dice)) | {"rope_theta": 5e5, "sliding_window": dice.choice([5, 24, 70])}
+
+
 def gemma(dice: Dice) -> Drawn:
     found = own_heads(dice) | {"head_dim": dice.choice([8, 12, 16, 20]), "attention_bias": dice.random() < 0.3}
     del found["hidden_act"]
@@ -197,6 +205,8 @@ DRAWS: dict[str, Callable[[Dice], Drawn]] = {
     "granite": granite,
     "smollm3": smollm3,
     "seed-oss": seed_oss,
+    "olmo2": olmo2,
+    "olmo3": olmo3,
     "gemma": gemma,
     "gemma2": later_gemma,
     "gemma3": later_gemma,

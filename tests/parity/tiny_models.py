@@ -218,6 +218,23 @@ CASES: dict[str, tuple[str, str, dict[str, Any]]] = {
         "SmolLM3ForCausalLM",
         LLAMA | {"no_rope_layers": [0, 1], "use_sliding_window": True, "sliding_window": 24, "attention_bias": True},
     ),
+    "olmo2": ("Olmo2Config", "Olmo2ForCausalLM", LLAMA),
+    "olmo2-biases": (
+        "Olmo2Config",
+        "Olmo2ForCausalLM",
+        LLAMA | {"attention_bias": True, "num_key_value_heads": 4, "head_dim": 12, "rope_scaling": LLAMA3},
+    ),
+    "olmo3": ("Olmo3Config", "Olmo3ForCausalLM", LLAMA | {"num_hidden_layers": 4, "sliding_window": 24}),
+    "olmo3-yarn": (
+        "Olmo3Config",
+        "Olmo3ForCausalLM",
+        LLAMA
+        | {
+            "layer_types": ["full_attention", "sliding_attention"],
+            "sliding_window": 40,
+            "rope_scaling": YARN | {"attention_factor": 1.2},
+        },
+    ),
     "granite": ("GraniteConfig", "GraniteForCausalLM", LLAMA | GRANITE),
     "granite-biases": (
         "GraniteConfig",
@@ -333,6 +350,7 @@ FAMILIES = (
     "qwen3",
     "granite",
     "smollm3",
+    "olmo2",
     *WITH_EXPERTS,
     "gemma",
     "gemma2",

@@ -408,6 +408,21 @@ def test_layers_with_a_window_may_rotate_otherwise(tmp_path: Path) -> None:
             load(tmp_path, GEMMA3 | {"rope_parameters": newer | broken})
 
 
+def test_layers_with_a_window_may_rotate_unscaled(tmp_path: Path) -> None:
+    olmo3 = LLAMA | {"architectures": ["Olmo3ForCausalLM"], "model_type": "olmo3", "num_hidden_layers": 4}
+    scaling = {"rope_type": "yarn", "factor": 8.0, "original_max_position_embeddings": 64}
+    for theta in (5e5, 3e4):
+        plain, scaled = {"rope_type": "default", "rope_theta": theta}, scaling | {"rope_theta": theta}
+        both = {"sliding_attention": plain, "full_attention": scaled}
+        for change in ({"rope_theta": theta, "rope_scaling": scaling}, {"rope_parameters": both}):
+            config = load(tmp_path, olmo3 | change)
+            assert (config.rope_parameters, config.window_rope_parameters) == (scaled, plain)
+            assert config.derived_max_model_len == 512
+    config = load(tmp_path, {key: value for key, value in olmo3.items() if key != "rope_theta"})
+    assert config.rope_parameters == config.window_rope_parameters == {"rope_type": "default", "rope_theta": 5e5}
+    assert config.layer_windows == (4096, 4096, 4096, None)
+
+
 def test_windows_of_gemma(tmp_path: Path) -> None:
     assert load(tmp_path, GEMMA3 | {"sliding_window_pattern": 2}).layer_windows == (32, None, 32)
     gemma2 = GEMMA3 | {"architectures": ["Gemma2ForCausalLM"], "model_type": "gemma2"}

@@ -1,0 +1,110 @@
+"""What is built on top of models, with each family whose weights or blocks are laid out in a way of its own.
+
+Adapters against transformers with merged weights, or with the same keys and values before a prompt; quantized weights
+and ranks by greedy decoding of a whole engine.
+"""
+
+import importlib
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from quire import LLM, LoRARequest, PromptAdapterRequest, SamplingParams
+from quire.ops.native.library import TORCH
+
+transformers = pytest.importorskip("transformers")
+sys.path[:0] = [str(Path(__file__).parent), str(Path(__file__).parents[1])]
+tiny: Any = importlib.import_module("tiny_models")
+loras: Any = importlib.import_module("loras")
+
+NAMES = ["olmo2"]
+PROMPT = [5, 9, 33, 7, 21, 60, 8, 96, 0, 1, 17, 50, 51, 52, 4, 88, 91, 12, 12, 30]
+GREEDY = SamplingParams(max_tokens=12, temperature=0.0, ignore_eos=True, logprobs=3, detokenize=False)
+Serve = Callable[..., LLM]
+
+
+@pytest.fixture
+def serve() -> Iterator[Serve]:
+    made: list[LLM] = []
+
+    def start(directory: Path, **options: Any) -> LLM:
+        fixed = {"skip_tokenizer_init": True, "show_progress": False, "max_model_len": 128, "weight_cache": False}
+        made.append(LLM(str(directory), **fixed, **options))
+        return made[-1]
+
+    yield start
+    for llm in made:
+        llm.llm_engine.shutdown()
+
+
+def answer(llm: LLM, **adapter: Any) -> tuple[list[int], list[float]]:
+    """Greedy tokens, and the log-probability of each."""
+    [found] = llm.generate([{"prompt_token_ids": PROMPT}], GREEDY, use_tqdm=False, **adapter)
+    tokens = found.outputs[0].token_ids
+    listed = zip(tokens, found.outputs[0].logprobs or [], strict=True)
+    return tokens, [one[token].logprob for token, one in listed]
+
+
+@torch.inference_mode()
+def check(answered: tuple[list[int], list[float]], theirs: Any, **given: Any) -> None:
+    tokens, logprobs = answered
+    logits = theirs(torch.tensor([PROMPT + tokens]), **given).logits[0, len(PROMPT) - 1 : -1].log_softmax(-1)
+    assert tokens == logits.argmax(-1).tolist()
+    torch.testing.assert_close(torch.tensor(logprobs), logits.max(-1).values, atol=1e-4, rtol=0)
+
+
+@pytest.mark.parametrize("kernels", [TORCH, "native"], indirect=True)
+@pytest.mark.parametrize("name", NAMES)
+def test_adapters(name: str, kernels: str, tmp_path: Path, serve: Serve) -> None:
+    theirs = tiny.build_theirs(name)
+    directory = tiny.save(theirs, tmp_path / "model")
+    llm = serve(directory, dtype="float32", kernels=kernels, enable_lora=True, enable_prompt_adapter=True)
+    check(answer(llm), theirs)
+    config, layers = theirs.config, theirs.config.num_hidden_layers
+    heads, dim = config.num_key_value_heads, theirs.model.layers[0].self_attn.head_dim
+    rows = torch.randn(6, layers, 2, heads, dim)
+    path = loras.write_virtual(tmp_path / "prefix", rows.flatten(1), "PREFIX_TUNING")
+    past = transformers.DynamicCache()
+    for number, (keys, values) in enumerate(rows.permute(1, 2, 3, 0, 4)):
+        past.update(keys[None], values[None], number)
+    found = answer(llm, prompt_adapter_request=PromptAdapterRequest("prefix", 2, str(path), len(rows)))
+    check(found, theirs, past_key_values=past)
+    linears = {n: m for n, m in theirs.named_modules() if isinstance(m, torch.nn.Linear) and ".layers." in n}
+    factors = loras.factors({n: tuple(m.weight.shape) for n, m in linears.items()}, 3, 1, 0.3)
+    path = loras.write_adapter(tmp_path / "lora", factors, 3)
+    for module, linear in linears.items():
+        a, b = (factors[f"base_model.model.{module}.lora_{end}.weight"] for end in "AB")
+        linear.weight += 2.0 * b @ a
+    check(answer(llm, lora_request=LoRARequest("lora", 1, str(path))), theirs)
+
+
+@pytest.mark.parametrize("quantization", ["int8", "w8a8", "int4", "w4a8"])
+@pytest.mark.parametrize("name", NAMES)
+def test_quantized_weights(name: str, native: str, quantization: str, tmp_path: Path, serve: Serve) -> None:
+    """As near as torch comes with the same weights."""
+    directory = tiny.save(tiny.build_theirs(name), tmp_path)
+    exact = tiny.Paged(tiny.build_ours(directory, max_model_len=128)).prefill(0, PROMPT)
+    errors = []
+    for kernels in (native, TORCH):
+        ours = tiny.build_ours(directory, "bfloat16", kernels, quantization=quantization, max_model_len=128)
+        errors.append((tiny.Paged(ours).prefill(0, PROMPT).float() - exact).square().mean().sqrt() / exact.std())
+    assert errors[0] < 1.3 * errors[1] + 0.02
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", NAMES)
+def test_surroundings_change_no_bit(name: str, native: str, tmp_path: Path, serve: Serve) -> None:
+    directory = tiny.save(tiny.build_theirs(name), tmp_path)
+    expected = answer(serve(directory, dtype="bfloat16"))
+    drafts = {"method": "ngram", "num_speculative_tokens": 3}
+    for options in (
+        {"tensor_parallel_size": 2},
+        {"pipeline_parallel_size": 2},
+        {"speculative_config": {"model": str(directory), "num_speculative_tokens": 3}},
+        {"speculative_config": drafts, "max_num_batched_tokens": 5, "block_size": 8},
+    ):
+        assert answer(serve(directory, dtype="bfloat16", **options)) == expected, options
