@@ -70,6 +70,8 @@ class Family:
 
 
 _GEMMA: dict[str, Any] = {"tie_word_embeddings": True, "head_dim": 256, "max_position_embeddings": 8192}
+_GLM: dict[str, Any] = {"num_key_value_heads": 2, "head_dim": 128, "max_position_embeddings": 131_072}
+_GLM |= {"rms_norm_eps": 1.5625e-7, "partial_rotary_factor": 0.5}
 _OLMO: dict[str, Any] = {"rms_norm_eps": 1e-5, "max_position_embeddings": 2048}
 _QWEN: dict[str, Any] = {"windowed": _late_layers, "window_switch": "use_sliding_window"}
 
@@ -81,6 +83,8 @@ FAMILIES = (
     Family("Gemma3ForCausalLM", "gemma3_text", "gemma:build_gemma3", _GEMMA | {"num_attention_heads": 8,
         "num_key_value_heads": 4, "vocab_size": 262_208, "max_position_embeddings": 131_072, "sliding_window": 4096,
         "rope_theta": 1e6, "rope_local_base_freq": 1e4}, scaled_length=True, windowed=_all_but_every_nth),
+    Family("GlmForCausalLM", "glm", "glm:build_glm", _GLM),
+    Family("Glm4ForCausalLM", "glm4", "glm:build_glm4", _GLM),
     Family("GPT2LMHeadModel", "gpt2", "gpt2:build", {"tie_word_embeddings": True, "n_positions": 1024},
         learned_positions=True, tokenizer_class="GPT2Tokenizer"),
     Family("GptOssForCausalLM", "gpt_oss", "gpt_oss:build", {"head_dim": 64, "num_key_value_heads": 8,

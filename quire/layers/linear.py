@@ -71,12 +71,14 @@ class Place:
         method: its weight format.
         dtype: of activations.
         shard: what of it is here; None for all.
+        rows: those of each part that are here, where they are in another order than the checkpoint's.
     """
 
     name: str
     method: QuantizationMethod
     dtype: torch.dtype
     shard: Shard | None = None
+    rows: Mapping[str, Sequence[range]] | None = None
 
 
 class Matrix(nn.Module):
@@ -97,7 +99,8 @@ class Matrix(nn.Module):
         self.name = place.name
         self.parts = dict(parts)
         self.shard = place.shard
-        self.rows = {part: (range(size),) for part, size in parts.items()} if place.shard is None else place.shard.rows
+        whole = {part: (range(size),) for part, size in parts.items()}
+        self.rows = place.rows or (whole if place.shard is None else place.shard.rows)
         self.lora: ops.LoraLayer | None = None
         self.in_features = in_features
         if place.shard is not None and place.shard.columns is not None:
@@ -133,7 +136,7 @@ class Matrix(nn.Module):
     def _load(self, part: str, tensor: str, start: int, loaded: Tensor) -> None:
         loaded = loaded if self.shard is None else self.shard.own(loaded)
         for rows in self.rows[part]:  # of a mapped file, the others are never read
-            own = loaded[rows.start : rows.stop]
+            own = loaded[rows.start : rows.stop : rows.step]
             if tensor == "bias":
                 self.weights["bias"][start : start + len(own)].copy_(own)
             else:

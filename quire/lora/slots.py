@@ -124,4 +124,4 @@ def _adaptable(model: nn.Module, path: str = "") -> Iterator[tuple[str, Matrix |
 
 
 def _rows(tensor: Tensor, rows: Sequence[range]) -> Tensor:
-    return torch.cat([tensor[part.start : part.stop] for part in rows])
+    return torch.cat([tensor[part.start : part.stop : part.step] for part in rows])

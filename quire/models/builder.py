@@ -70,6 +70,7 @@ class AttentionForm:
         head_norms: RMSNorm over each head of queries and keys, before the rotation, as the spec's eps says.
         fused: checkpoints hold queries, keys and values as one matrix.
         sinks: whether each head has a score of one more key, without a value.
+        interleaved: checkpoints have features that rotate together side by side, and not half a head's apart.
         whole_norms: RMSNorm over all heads of queries together, and of keys, in place of `head_norms`.
     """
 
@@ -78,6 +79,7 @@ class AttentionForm:
     head_norms: bool = False
     fused: bool = False
     sinks: bool = False
+    interleaved: bool = False
     whole_norms: bool = False
 
 
@@ -143,11 +145,12 @@ class Builder:
         *,
         bias: bool = False,
         shard: Shard | None = None,
+        rows: Mapping[str, Sequence[range]] | None = None,
         plain: bool = False,
     ) -> Linear:
-        """A linear layer, or a merged one of `outputs` by part; see `Linear`. Never quantized where `plain`."""
+        """A linear layer, or one merged of `outputs` by part: see `Linear`, `Place`. Never quantized if `plain`."""
         parts = tuple(outputs) if isinstance(outputs, Mapping) else ()
-        place = replace(self._place(name, parts=parts), shard=shard)
+        place = replace(self._place(name, parts=parts), shard=shard, rows=rows)
         cut = shard is not None and shard.columns is not None and self.context.formats.blocks  # rows' blocks stay whole
         if plain or cut:
             place = replace(place, method=self.context.formats.plain)
@@ -208,7 +211,8 @@ class Builder:
         shards = self.context.sharding.attention(self.prefix, spec, inner, form.fused)
         spec = shards.spec
         if isinstance(size, int):
-            qkv_proj = self.linear("qkv_proj", size, outputs, bias=form.qkv_bias, shard=shards.qkv)
+            rows = _halves(spec, parts, shards.qkv) if form.interleaved else None
+            qkv_proj = self.linear("qkv_proj", size, outputs, bias=form.qkv_bias, shard=shards.qkv, rows=rows)
         else:
             assert shards.qkv is None, "joined projections are not shared among ranks"
             qkv_proj = self.joined("qkv_proj", size, outputs, bias=form.qkv_bias)
@@ -277,3 +281,15 @@ class Builder:
         full, context = self.name(name), self.context
         method = context.formats.method_for(full, parts=parts, table=table) if self.here else _Elsewhere()
         return Place(full, method, context.dtype)
+
+
+def _halves(spec: AttentionSpec, parts: Mapping[str, int], shard: Shard | None) -> dict[str, Sequence[range]]:
+    """The rows that are here, where a checkpoint has pairs that rotate: of each head even ones, then odd ones."""
+    rows = {part: (range(size),) for part, size in parts.items()} if shard is None else shard.rows
+    dim, rotated = spec.head_dim, 0 if spec.rope is None else spec.rope.shape[1]
+    pieces = ((0, rotated, 2), (1, rotated, 2), (rotated, dim, 1))
+    found = dict[str, Sequence[range]](rows)
+    for part in ("q_proj", "k_proj"):
+        heads = (head for own in rows[part] for head in own[::dim])
+        found[part] = [range(head + a, head + b, step) for head in heads for a, b, step in pieces if a < b]
+    return found

@@ -59,7 +59,7 @@ def build(config: ModelConfig, builder: Builder) -> CausalLM:
 def _biases(config: ModelConfig) -> LlamaShape:
     """That of a model whose config.json says which of its matrices have biases."""
     bias, mlp_bias = (bool(config.hf_config.get(key, False)) for key in ("attention_bias", "mlp_bias"))
-    return LlamaShape(bias, bias, feed_forward=_gated_mlp(config, mlp_bias))
+    return LlamaShape(bias, bias, feed_forward=gated_mlp(config, mlp_bias))
 
 
 def build_qwen2(config: ModelConfig, builder: Builder) -> CausalLM:
@@ -112,7 +112,7 @@ def build_olmo(config: ModelConfig, builder: Builder) -> CausalLM:
 
 def build_phi3(config: ModelConfig, builder: Builder) -> CausalLM:
     """Phi3ForCausalLM."""
-    return build_llama(config, builder, LlamaShape(fused=True, feed_forward=_gated_mlp(config, fused=True)))
+    return build_llama(config, builder, LlamaShape(fused=True, feed_forward=gated_mlp(config, fused=True)))
 
 
 def build_llama(config: ModelConfig, builder: Builder, shape: LlamaShape = LlamaShape()) -> CausalLM:
@@ -121,7 +121,7 @@ def build_llama(config: ModelConfig, builder: Builder, shape: LlamaShape = Llama
     spec = llama_attention(config, build_rope(config))
     spec = replace(spec, scale=shape.score_scale or spec.scale)
     window_rope = build_rope(config, config.window_rope_parameters) if config.window_rope_parameters else spec.rope
-    feed_forward = shape.feed_forward or _gated_mlp(config)
+    feed_forward = shape.feed_forward or gated_mlp(config)
 
     def layer(index: int, builder: Builder) -> DecoderLayer:
         rotates = not shape.rotated or shape.rotated[index]
@@ -139,7 +139,8 @@ def build_llama(config: ModelConfig, builder: Builder, shape: LlamaShape = Llama
     return CausalLM(config, builder, decoder, embedding, shape.form, logit_scale=shape.logit_scale)
 
 
-def _gated_mlp(config: ModelConfig, bias: bool = False, fused: bool = False) -> FeedForward:
+def gated_mlp(config: ModelConfig, bias: bool = False, fused: bool = False) -> FeedForward:
+    """A gated MLP in each layer; `fused`: its gate is merged with what it is multiplied with."""
     size, inner = config.hidden_size, config.intermediate_size
     activation = str(config.hf_config.get("hidden_act", "silu"))
 

@@ -147,6 +147,11 @@ def olmo3(dice: Dice) -> Drawn:
     return layer_types(dice, olmo2(dice)) | {"rope_theta": 5e5, "sliding_window": dice.choice([5, 24, 70])}
 
 
+def glm(dice: Dice) -> Drawn:
+    found = llama(dice) | {"head_dim": dice.choice([8, 16, 20]), "attention_bias": dice.random() < 0.6}
+    return found | {"rope_scaling": None, "partial_rotary_factor": dice.choice([0.5, 1.0])}
+
+
 def gemma(dice: Dice) -> Drawn:
     found = own_heads(dice) | {"head_dim": dice.choice([8, 12, 16, 20]), "attention_bias": dice.random() < 0.3}
     del found["hidden_act"]
@@ -207,6 +212,8 @@ DRAWS: dict[str, Callable[[Dice], Drawn]] = {
     "seed-oss": seed_oss,
     "olmo2": olmo2,
     "olmo3": olmo3,
+    "glm": glm,
+    "glm4": glm,
     "gemma": gemma,
     "gemma2": later_gemma,
     "gemma3": later_gemma,

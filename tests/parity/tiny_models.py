@@ -285,6 +285,13 @@ CASES: dict[str, tuple[str, str, dict[str, Any]]] = {
         "OPTForCausalLM",
         OPT | {"tie_word_embeddings": False, "activation_function": "gelu", "enable_bias": False},
     ),
+    "glm": ("GlmConfig", "GlmForCausalLM", LLAMA | {"head_dim": 16}),
+    "glm4": ("Glm4Config", "Glm4ForCausalLM", LLAMA | {"head_dim": 16}),
+    "glm4-whole-heads": (
+        "Glm4Config",
+        "Glm4ForCausalLM",
+        LLAMA | {"head_dim": 12, "partial_rotary_factor": 1.0, "num_key_value_heads": 1, "attention_bias": False},
+    ),
     "gpt2": ("GPT2Config", "GPT2LMHeadModel", GPT2),
     "gpt2-inverse-scale": (
         "GPT2Config",
@@ -351,6 +358,7 @@ FAMILIES = (
     "granite",
     "smollm3",
     "olmo2",
+    "glm4",
     *WITH_EXPERTS,
     "gemma",
     "gemma2",
