@@ -77,6 +77,9 @@ _QWEN: dict[str, Any] = {"windowed": _late_layers, "window_switch": "use_sliding
 
 # fmt: off
 FAMILIES = (
+    Family("Exaone4ForCausalLM", "exaone4", "llama:build_exaone4",
+        _OLMO | {"num_key_value_heads": 32, "sliding_window": 4096, "sliding_window_pattern": 4},
+        windowed=_all_but_every_nth),
     Family("GemmaForCausalLM", "gemma", "gemma:build_gemma", _GEMMA),
     Family("Gemma2ForCausalLM", "gemma2", "gemma:build_gemma2",
         _GEMMA | {"num_key_value_heads": 4, "sliding_window": 4096}, windowed=_even_layers),

@@ -3,8 +3,8 @@
 Mistral (arXiv:2310.06825), whose windows `ModelConfig` has resolved; Phi-3 (arXiv:2404.14219), whose checkpoints merge
 matrices; Qwen2 (arXiv:2407.10671), with biases on queries, keys and values; Qwen3 (arXiv:2505.09388), with a norm on
 each head of queries and keys; Seed-OSS; SmolLM3, with layers that don't rotate; Granite, with factors on what is added;
-and OLMo 2 and 3 (arXiv:2501.00656), with norms after each block and of whole queries and keys, are this with a few
-switches, and are built here. Their mixtures of experts build themselves with `build_llama`.
+OLMo 2 and 3 (arXiv:2501.00656), with norms after each block and of whole queries and keys; and EXAONE 4, of both
+sorts, are this with a few switches, and are built here. Their mixtures of experts build themselves with `build_llama`.
 """
 
 from collections.abc import Callable, Mapping
@@ -108,6 +108,13 @@ def build_olmo(config: ModelConfig, builder: Builder) -> CausalLM:
     """Olmo2ForCausalLM, and Olmo3ForCausalLM."""
     bias = bool(config.hf_config.get("attention_bias", False))
     return build_llama(config, builder, LlamaShape(bias, bias, whole_norms=True, norms="after"))
+
+
+def build_exaone4(config: ModelConfig, builder: Builder) -> CausalLM:
+    """Exaone4ForCausalLM; where there are windows, layers without one don't rotate."""
+    windows = config.layer_windows if config.hf_config.get("sliding_window", 0) is not None else ()
+    rotated = tuple(window is not None for window in windows)
+    return build_llama(config, builder, LlamaShape(head_norms=True, norms="after", rotated=rotated))
 
 
 def build_phi3(config: ModelConfig, builder: Builder) -> CausalLM:

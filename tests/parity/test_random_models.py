@@ -147,6 +147,12 @@ def olmo3(dice: Dice) -> Drawn:
     return layer_types(dice, olmo2(dice)) | {"rope_theta": 5e5, "sliding_window": dice.choice([5, 24, 70])}
 
 
+def exaone4(dice: Dice) -> Drawn:
+    found = own_heads(dice) | {"sliding_window": dice.choice([5, 24, 70])}
+    full = {"sliding_window": None, "layer_types": ["full_attention"] * found["num_hidden_layers"]}
+    return layer_types(dice, found) if dice.random() < 0.7 else found | full
+
+
 def glm(dice: Dice) -> Drawn:
     found = llama(dice) | {"head_dim": dice.choice([8, 16, 20]), "attention_bias": dice.random() < 0.6}
     return found | {"rope_scaling": None, "partial_rotary_factor": dice.choice([0.5, 1.0])}
@@ -212,6 +218,7 @@ DRAWS: dict[str, Callable[[Dice], Drawn]] = {
     "seed-oss": seed_oss,
     "olmo2": olmo2,
     "olmo3": olmo3,
+    "exaone4": exaone4,
     "glm": glm,
     "glm4": glm,
     "gemma": gemma,

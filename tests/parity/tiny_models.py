@@ -285,6 +285,16 @@ CASES: dict[str, tuple[str, str, dict[str, Any]]] = {
         "OPTForCausalLM",
         OPT | {"tie_word_embeddings": False, "activation_function": "gelu", "enable_bias": False},
     ),
+    "exaone4": (
+        "Exaone4Config",
+        "Exaone4ForCausalLM",
+        LLAMA | {"num_hidden_layers": 4, "sliding_window": 24, "head_dim": 16},
+    ),
+    "exaone4-full": (
+        "Exaone4Config",
+        "Exaone4ForCausalLM",
+        LLAMA | {"sliding_window": None, "layer_types": ["full_attention"] * 2, "rope_scaling": LLAMA3},
+    ),
     "glm": ("GlmConfig", "GlmForCausalLM", LLAMA | {"head_dim": 16}),
     "glm4": ("Glm4Config", "Glm4ForCausalLM", LLAMA | {"head_dim": 16}),
     "glm4-whole-heads": (
@@ -359,6 +369,7 @@ FAMILIES = (
     "smollm3",
     "olmo2",
     "glm4",
+    "exaone4",
     *WITH_EXPERTS,
     "gemma",
     "gemma2",
