@@ -200,7 +200,8 @@ class ConfigReader:
 
     def derived_max_model_len(self, rope: dict[str, Any], requested: int | None) -> int:
         """Tokens that the position encoding supports, rope scaling included (the same rule as vLLM's)."""
-        names = ("max_position_embeddings", "n_positions")
+        stated = self.get("model_max_length") is not None  # Cohere's
+        names = ("model_max_length",) if stated else ("max_position_embeddings", "n_positions")
         if self.get(*names) is None:
             logger.warning("config.json of %s names no context length; %s assumed", self.model, _DEFAULT_MAX_MODEL_LEN)
         length = self.positive_int(*names, default=requested or _DEFAULT_MAX_MODEL_LEN)

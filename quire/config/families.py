@@ -69,6 +69,7 @@ class Family:
     tokenizer_overrides: bool = False
 
 
+_COHERE: dict[str, Any] = {"tie_word_embeddings": True, "max_position_embeddings": 8192}
 _GEMMA: dict[str, Any] = {"tie_word_embeddings": True, "head_dim": 256, "max_position_embeddings": 8192}
 _GLM: dict[str, Any] = {"num_key_value_heads": 2, "head_dim": 128, "max_position_embeddings": 131_072}
 _GLM |= {"rms_norm_eps": 1.5625e-7, "partial_rotary_factor": 0.5}
@@ -77,6 +78,9 @@ _QWEN: dict[str, Any] = {"windowed": _late_layers, "window_switch": "use_sliding
 
 # fmt: off
 FAMILIES = (
+    Family("CohereForCausalLM", "cohere", "cohere:build_cohere", _COHERE | {"rope_theta": 5e5}),
+    Family("Cohere2ForCausalLM", "cohere2", "cohere:build_cohere2",
+        _COHERE | {"sliding_window": 4096, "sliding_window_pattern": 4}, windowed=_all_but_every_nth),
     Family("Exaone4ForCausalLM", "exaone4", "llama:build_exaone4",
         _OLMO | {"num_key_value_heads": 32, "sliding_window": 4096, "sliding_window_pattern": 4},
         windowed=_all_but_every_nth),

@@ -44,10 +44,10 @@ class RMSNorm(Norm):
 class LayerNorm(Norm):
     """``(x - mean(x)) / std(x) * weight + bias``; neither weight nor bias where not `affine`."""
 
-    def __init__(self, size: int, eps: float, dtype: torch.dtype, affine: bool = True) -> None:
+    def __init__(self, size: int, eps: float, dtype: torch.dtype, affine: bool = True, bias: bool = True) -> None:
         super().__init__()
         self.weight = nn.Parameter(torch.empty(size, dtype=dtype), requires_grad=False) if affine else None
-        self.bias = nn.Parameter(torch.empty(size, dtype=dtype), requires_grad=False) if affine else None
+        self.bias = nn.Parameter(torch.empty(size, dtype=dtype), requires_grad=False) if affine and bias else None
         self.eps = eps
 
     def forward(self, x: Tensor) -> Tensor:

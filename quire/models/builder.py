@@ -183,9 +183,9 @@ class Builder:
         """An RMSNorm, that multiplies by 1 + weight where `plus_one`."""
         return RMSNorm(size, eps, self.context.dtype, plus_one)
 
-    def layer_norm(self, size: int, eps: float, *, affine: bool = True) -> LayerNorm:
-        """A LayerNorm, with weight and bias where `affine`."""
-        return LayerNorm(size, eps, self.context.dtype, affine)
+    def layer_norm(self, size: int, eps: float, *, affine: bool = True, bias: bool = True) -> LayerNorm:
+        """A LayerNorm, with weight and bias, or without this, where `affine`."""
+        return LayerNorm(size, eps, self.context.dtype, affine, bias)
 
     def attention(self, size: int | Sequence[int], spec: AttentionSpec, form: AttentionForm) -> SelfAttention:
         """An attention block on hidden states of `size`; this builder's name is the block's.

@@ -73,7 +73,18 @@ class Through(Norm):
         return x
 
 
-NormOrder = Literal["before", "around", "after"]  # of what a block computes
+class ParallelLayer(DecoderLayer):
+    """``x += attention(norm(x)) + mlp(norm(x))``, along a residual stream as `DecoderLayer`; it has one norm."""
+
+    def forward(self, x: Tensor, residual: Tensor | None, step: Step) -> tuple[Tensor, Tensor]:
+        """x and residual [T, H] (None before the first layer) -> the same pair."""
+        x, residual = self.input_layernorm.add(x, residual)
+        attended = self.self_attn(x, step)
+        return ops.add(self.mlp(x, step), attended), residual
+
+
+# Where norms stand, to what blocks compute; "beside": before both of them at once.
+NormOrder = Literal["before", "around", "after", "beside"]
 
 
 def decoder_layer(
@@ -82,6 +93,8 @@ def decoder_layer(
     """A layer with its norms where `order` says; `norm` makes one, `scale` is for those that stand before alone."""
     if order == "before":
         return DecoderLayer(norm(), self_attn, norm(), mlp, scale)
+    if order == "beside":
+        return ParallelLayer(norm(), self_attn, Through(), mlp)
     before = norm if order == "around" else Through
     return SandwichLayer((before(), norm(), before(), norm()), self_attn, mlp)
 

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from quire.attention.base import AttentionSpec
 from quire.config.model import ModelConfig
 from quire.errors import ModelLoadError
+from quire.layers.norm import Norm
 from quire.layers.rotary import RopeParameters, rope_table
 from quire.models.builder import AttentionForm, Builder
 from quire.models.causal_lm import CausalLM
@@ -36,6 +37,7 @@ class LlamaShape(AttentionForm):
     Attributes:
         feed_forward: makes what follows attention; None for a gated MLP.
         rotated: for each layer, whether it rotates queries and keys; () where all do.
+        norm: makes a norm of a builder, where it is no RMSNorm.
         norms: where they stand.
         embed_scale, score_scale, branch_scale, logit_scale: factors on embeddings, scores, on what a block adds to the
             residual stream, and on logits, where a family has its own.
@@ -43,6 +45,7 @@ class LlamaShape(AttentionForm):
 
     feed_forward: FeedForward | None = None
     rotated: tuple[bool, ...] = ()
+    norm: Callable[[Builder], Norm] | None = None
     norms: NormOrder = "before"
     embed_scale: float | None = None
     score_scale: float | None = None
@@ -129,6 +132,7 @@ def build_llama(config: ModelConfig, builder: Builder, shape: LlamaShape = Llama
     spec = replace(spec, scale=shape.score_scale or spec.scale)
     window_rope = build_rope(config, config.window_rope_parameters) if config.window_rope_parameters else spec.rope
     feed_forward = shape.feed_forward or gated_mlp(config)
+    norm = shape.norm or partial(Builder.rms_norm, size=size, eps=eps)
 
     def layer(index: int, builder: Builder) -> DecoderLayer:
         rotates = not shape.rotated or shape.rotated[index]
@@ -137,12 +141,12 @@ def build_llama(config: ModelConfig, builder: Builder, shape: LlamaShape = Llama
         own = replace(spec, window=window, rope=rope if rotates else None)
         attention = builder.child("self_attn").attention(size, own, shape)
         mlp = feed_forward(index, builder.child("mlp"))
-        return decoder_layer(shape.norms, partial(builder.rms_norm, size, eps), attention, mlp, shape.branch_scale)
+        return decoder_layer(shape.norms, partial(norm, builder), attention, mlp, shape.branch_scale)
 
     body = builder.child("model")
     embedding = body.embedding("embed_tokens", config.vocab_size, size)
     layers = body.layers(config.num_layers, layer)
-    decoder = Decoder(embedding, layers, body.rms_norm(size, eps), embed_scale=shape.embed_scale)
+    decoder = Decoder(embedding, layers, norm(body), embed_scale=shape.embed_scale)
     return CausalLM(config, builder, decoder, embedding, shape.form, logit_scale=shape.logit_scale)
 
 

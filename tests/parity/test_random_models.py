@@ -147,6 +147,15 @@ def olmo3(dice: Dice) -> Drawn:
     return layer_types(dice, olmo2(dice)) | {"rope_theta": 5e5, "sliding_window": dice.choice([5, 24, 70])}
 
 
+def cohere(dice: Dice) -> Drawn:
+    found = llama(dice) | {"attention_bias": dice.random() < 0.4, "layer_norm_eps": dice.choice([1e-5, 1e-3])}
+    return found | {"logit_scale": dice.choice([0.0625, 1.0, 2.0])}
+
+
+def cohere2(dice: Dice) -> Drawn:
+    return layer_types(dice, cohere(dice)) | {"sliding_window": dice.choice([5, 24, 70])}
+
+
 def exaone4(dice: Dice) -> Drawn:
     found = own_heads(dice) | {"sliding_window": dice.choice([5, 24, 70])}
     full = {"sliding_window": None, "layer_types": ["full_attention"] * found["num_hidden_layers"]}
@@ -218,6 +227,8 @@ DRAWS: dict[str, Callable[[Dice], Drawn]] = {
     "seed-oss": seed_oss,
     "olmo2": olmo2,
     "olmo3": olmo3,
+    "cohere": cohere,
+    "cohere2": cohere2,
     "exaone4": exaone4,
     "glm": glm,
     "glm4": glm,

@@ -285,6 +285,24 @@ CASES: dict[str, tuple[str, str, dict[str, Any]]] = {
         "OPTForCausalLM",
         OPT | {"tie_word_embeddings": False, "activation_function": "gelu", "enable_bias": False},
     ),
+    "cohere": ("CohereConfig", "CohereForCausalLM", LLAMA | {"tie_word_embeddings": True, "logit_scale": 0.5}),
+    "cohere2": (
+        "Cohere2Config",
+        "Cohere2ForCausalLM",
+        LLAMA | {"num_hidden_layers": 4, "sliding_window": 24, "logit_scale": 0.25},
+    ),
+    "cohere2-biases": (
+        "Cohere2Config",
+        "Cohere2ForCausalLM",
+        LLAMA
+        | {
+            "layer_types": ["full_attention", "sliding_attention"],
+            "sliding_window": 40,
+            "attention_bias": True,
+            "num_key_value_heads": 1,
+            "layer_norm_eps": 1e-3,
+        },
+    ),
     "exaone4": (
         "Exaone4Config",
         "Exaone4ForCausalLM",
@@ -370,6 +388,7 @@ FAMILIES = (
     "olmo2",
     "glm4",
     "exaone4",
+    "cohere2",
     *WITH_EXPERTS,
     "gemma",
     "gemma2",

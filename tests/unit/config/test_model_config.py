@@ -423,6 +423,13 @@ def test_layers_with_a_window_may_rotate_unscaled(tmp_path: Path) -> None:
     assert config.layer_windows == (4096, 4096, 4096, None)
 
 
+def test_cohere_names_its_length_otherwise(tmp_path: Path) -> None:
+    cohere = LLAMA | {"architectures": ["CohereForCausalLM"], "model_type": "cohere"}
+    assert load(tmp_path, cohere | {"model_max_length": 131_072}).derived_max_model_len == 131_072
+    with pytest.raises(ModelLoadError, match="model_max_length = '128k'"):
+        load(tmp_path, cohere | {"model_max_length": "128k"})
+
+
 def test_windows_of_gemma(tmp_path: Path) -> None:
     assert load(tmp_path, GEMMA3 | {"sliding_window_pattern": 2}).layer_windows == (32, None, 32)
     gemma2 = GEMMA3 | {"architectures": ["Gemma2ForCausalLM"], "model_type": "gemma2"}

@@ -203,7 +203,7 @@ def test_opt_names(make) -> None:
 
 
 def test_unknown_architecture_lists_the_supported_ones(make) -> None:
-    with pytest.raises(ModelLoadError, match="'BertModel'.*not supported; supported are GPT2LMHeadModel, Gemma2"):
+    with pytest.raises(ModelLoadError, match="'BertModel'.*not supported; supported are Cohere2ForCausalLM, Cohere"):
         make(LLAMA | {"architectures": ["BertModel"]})
     assert len(BY_ARCHITECTURE) == len(FAMILIES)
 
@@ -225,6 +225,13 @@ def test_unknown_architecture_lists_the_supported_ones(make) -> None:
         ("qwen2_moe", {"shared_expert_intermediate_size": -1}),
         ("qwen3_moe", {"mlp_only_layers": 1}),
         ("qwen3_moe", {"moe_intermediate_size": 0}),
+        ("olmo2", {"rms_norm_eps": "small"}),
+        ("olmo3", {"rope_scaling": {"rope_type": "yarn", "factor": "many"}, "factor": 0}),
+        ("glm", {"partial_rotary_factor": 2.0}),
+        ("glm4", {"head_dim": 6, "partial_rotary_factor": 0.5}),
+        ("cohere", {"use_qk_norm": True}),
+        ("cohere", {"logit_scale": 0}),
+        ("cohere2", {"layer_norm_eps": "small"}),
         ("gemma2", {"query_pre_attn_scalar": -1}),
         ("gemma2", {"attn_logit_softcapping": 0}),
         ("gemma2", {"final_logit_softcapping": "none"}),

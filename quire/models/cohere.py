@@ -1,0 +1,34 @@
+"""Command R and Aya (Cohere), and Command R7B and A (Cohere2): Llama, with attention and MLP beside each other.
+
+Norms are LayerNorms without a bias, and neighbouring features rotate together: in Cohere2 only in layers with a window.
+"""
+
+from dataclasses import replace
+from functools import partial
+
+from quire.config.model import ModelConfig
+from quire.errors import ModelLoadError
+from quire.models.builder import Builder
+from quire.models.causal_lm import CausalLM
+from quire.models.llama import LlamaShape, build_llama
+from quire.models.settings import number
+
+
+def build_cohere(config: ModelConfig, builder: Builder) -> CausalLM:
+    """CohereForCausalLM."""
+    if config.hf_config.get("use_qk_norm"):
+        raise ModelLoadError(f"model {config.model!r} has norms of queries and keys (use_qk_norm): not supported yet.")
+    return build_llama(config, builder, _shape(config))
+
+
+def build_cohere2(config: ModelConfig, builder: Builder) -> CausalLM:
+    """Cohere2ForCausalLM."""
+    rotated = tuple(window is not None for window in config.layer_windows)
+    return build_llama(config, builder, replace(_shape(config), rotated=rotated))
+
+
+def _shape(config: ModelConfig) -> LlamaShape:
+    bias, eps = bool(config.hf_config.get("attention_bias", False)), number(config, "layer_norm_eps", 1e-5)
+    norm = partial(Builder.layer_norm, size=config.hidden_size, eps=eps, bias=False)
+    scale = number(config, "logit_scale", 0.0625)
+    return LlamaShape(bias, bias, interleaved=True, norm=norm, norms="beside", logit_scale=scale)
