@@ -22,7 +22,8 @@ ARCHITECTURES = {
     "llama": "llama", "mistral": "llama", "mixtral": "llama", "qwen2": "qwen2", "qwen3": "qwen3",
     "qwen2_moe": "qwen2moe", "qwen3_moe": "qwen3moe", "gemma": "gemma", "gemma2": "gemma2", "gemma3_text": "gemma3",
     "gpt2": "gpt2", "phi3": "phi3", "granite": "granite", "smollm3": "smollm3", "seed_oss": "seed_oss",
-    "qwen2_5_vl": "qwen2vl", "qwen3_vl": "qwen3vl",
+    "qwen2_5_vl": "qwen2vl", "qwen3_vl": "qwen3vl", "olmo2": "olmo2", "olmo3": "olmo2", "glm4": "glm4",
+    "exaone4": "exaone4", "cohere": "command-r", "cohere2": "cohere2",
 }  # fmt: skip
 
 
@@ -125,12 +126,12 @@ def _add_config(writer: GGUFWriter, config: dict[str, Any], arch: str) -> None:
         (writer.add_head_count_kv, get("num_key_value_heads")),
         (writer.add_key_length, get("head_dim")),
         (writer.add_layer_norm_rms_eps, get("rms_norm_eps")),
-        (writer.add_layer_norm_eps, get("layer_norm_epsilon")),
+        (writer.add_layer_norm_eps, get("layer_norm_epsilon", "layer_norm_eps")),
         (writer.add_rope_freq_base, rope.get("rope_theta")),
         (writer.add_embedding_scale, get("embedding_multiplier")),
         (writer.add_attention_scale, get("attention_multiplier")),
         (writer.add_residual_scale, get("residual_multiplier")),
-        (writer.add_logit_scale, get("logits_scaling")),
+        (writer.add_logit_scale, get("logits_scaling", "logit_scale")),
         (writer.add_expert_count, get("num_experts", "num_local_experts")),
         (writer.add_expert_used_count, get("num_experts_per_tok")),
         (writer.add_expert_feed_forward_length, get("moe_intermediate_size")),
@@ -152,7 +153,7 @@ def _add_config(writer: GGUFWriter, config: dict[str, Any], arch: str) -> None:
     if original := rope.get("original_max_position_embeddings"):
         writer.add_rope_scaling_orig_ctx_len(original)
     if portion := rope.get("partial_rotary_factor"):
-        writer.add_rope_dimension_count(int(size // heads * portion))
+        writer.add_rope_dimension_count(int((get("head_dim") or size // heads) * portion))
 
 
 def _llama3_factors(config: dict[str, Any]) -> np.ndarray:

@@ -310,6 +310,11 @@ _ARCHITECTURES: dict[str, tuple[str, dict[str, Any]]] = {
     "smollm3": ("SmolLM3ForCausalLM", {}),
     "seed_oss": ("SeedOssForCausalLM", {}),
     "phi3": ("Phi3ForCausalLM", {}),
+    "olmo2": ("Olmo2ForCausalLM", {}),
+    "glm4": ("Glm4ForCausalLM", {}),
+    "exaone4": ("Exaone4ForCausalLM", {}),
+    "command-r": ("CohereForCausalLM", {}),
+    "cohere2": ("Cohere2ForCausalLM", {}),
 }
 _WHOLE_HEADS = {"gemma2": 46, "gemma3": 62}  # of 27B: layers of those whose scores are scaled by hidden size / heads
 
@@ -335,8 +340,12 @@ def gguf_config(path: Path, model: str) -> tuple[dict[str, Any], dict[str, Any]]
         architecture, config["num_local_experts"] = "MixtralForCausalLM", config["num_experts"]
     elif arch == "llama" and config.get("sliding_window"):
         architecture = "MistralForCausalLM"
-    for key in ("token_embd.weight", "blk.0.attn_norm.weight"):
-        if key not in tensors:
+    elif arch == "olmo2" and config.get("sliding_window"):
+        architecture = "Olmo3ForCausalLM"
+    elif "logits_scaling" in config and arch in ("command-r", "cohere2"):
+        config["logit_scale"] = config.pop("logits_scaling")
+    for key in ("token_embd.weight", "blk.0."):
+        if not any(name.startswith(key) for name in tensors):
             raise ModelLoadError(f"{model!r} has no tensor {key!r}: it holds no model of text.")
     config |= {
         "architectures": [architecture],
@@ -383,7 +392,7 @@ def _check_sizes(config: dict[str, Any], file: GGUFFile, model: str) -> None:
         "block_count": (config.get("num_hidden_layers"), len(blocks)),
     }
     if up := file.tensors.get("blk.0.ffn_up.weight"):
-        merged = 2 if config["architectures"] == ["Phi3ForCausalLM"] else 1  # with the gate
+        merged = 2 if config["architectures"][0] in ("Phi3ForCausalLM", "Glm4ForCausalLM") else 1  # with the gate
         said["feed_forward_length"] = (config.get("intermediate_size"), up.shape[0] // merged)
     if experts := file.tensors.get("blk.0.ffn_up_exps.weight"):
         said["expert_count"] = (config.get("num_experts"), experts.shape[0])

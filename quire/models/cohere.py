@@ -28,7 +28,8 @@ def build_cohere2(config: ModelConfig, builder: Builder) -> CausalLM:
 
 
 def _shape(config: ModelConfig) -> LlamaShape:
-    bias, eps = bool(config.hf_config.get("attention_bias", False)), number(config, "layer_norm_eps", 1e-5)
+    bias = bool(config.hf_config.get("attention_bias", False))
+    eps = number(config, "layer_norm_eps", number(config, "layer_norm_epsilon", 1e-5))  # the latter a GGUF file's
     norm = partial(Builder.layer_norm, size=config.hidden_size, eps=eps, bias=False)
     scale = number(config, "logit_scale", 0.0625)
     return LlamaShape(bias, bias, interleaved=True, norm=norm, norms="beside", logit_scale=scale)

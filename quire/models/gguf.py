@@ -52,13 +52,14 @@ _IN_SANDWICH = {
     "ffn_norm": "pre_feedforward_layernorm",
     "post_ffw_norm": "post_feedforward_layernorm",
 }
+_SANDWICHES = ("gemma2", "gemma3", "olmo2", "glm4", "exaone4")  # of what they have
 _FLOATS = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 _CHUNK = 16 * 2**20  # bytes that are dequantized at once, to float32
 _HALVES_INTERLEAVED = ("llama", "granite", "smollm3")  # in the rows of each head of queries and keys
 _OTHER_NAMES = {  # of architectures
     "seed_oss": {"post_attention_norm": "post_attention_layernorm"},
     "gpt2": {"ffn_up": "mlp.fc1", "ffn_down": "mlp.fc2"},
-    "phi3": {"ffn_up": "mlp.gate_up_proj"},
+    **dict.fromkeys(("phi3", "glm4"), {"ffn_up": "mlp.gate_up_proj"}),
 }
 
 
@@ -155,7 +156,7 @@ def _arch(file: GGUFFile) -> str:
 def _all_pieces(file: GGUFFile) -> Iterator[Piece]:
     """The parts of all tensors, by their names in the modules."""
     arch = _arch(file)
-    names = _IN_LAYER | (_IN_SANDWICH if arch in ("gemma2", "gemma3") else {}) | _OTHER_NAMES.get(arch, {})
+    names = _IN_LAYER | (_IN_SANDWICH if arch in _SANDWICHES else {}) | _OTHER_NAMES.get(arch, {})
     for tensor in file.tensors.values():
         if tensor.name not in _IGNORED:
             yield from _pieces(tensor, names, arch)

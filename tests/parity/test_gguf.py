@@ -30,6 +30,7 @@ NAMES = (
     "phi3", "phi3-longrope", "phi3-longrope-short", "qwen2", "qwen3", "mixtral", "mixtral-window", "qwen2-moe",
     "qwen3-moe", "gemma", "gpt2",
     "seed-oss", "smollm3", "granite", "granite-biases", "qwen2.5-vl", "qwen3-vl",
+    "olmo2", "olmo3", "glm4", "glm4-whole-heads", "exaone4", "exaone4-full", "cohere", "cohere2",
 )  # fmt: skip
 
 

@@ -289,7 +289,7 @@ CASES: dict[str, tuple[str, str, dict[str, Any]]] = {
     "cohere2": (
         "Cohere2Config",
         "Cohere2ForCausalLM",
-        LLAMA | {"num_hidden_layers": 4, "sliding_window": 24, "logit_scale": 0.25},
+        LLAMA | {"num_hidden_layers": 4, "sliding_window": 24, "logit_scale": 0.25, "tie_word_embeddings": True},
     ),
     "cohere2-biases": (
         "Cohere2Config",
