@@ -27,9 +27,10 @@ _TEKKEN = (
 )
 # Name of a pre-tokenizer -> how text is split: by an expression, or as GPT-2 does, with digits apart ("digits") or not.
 _SPLITS = {
-    **dict.fromkeys(("llama-bpe", "llama3", "llama-v3", "smaug-bpe", "dbrx"), _LLAMA3),
+    **dict.fromkeys(("llama-bpe", "llama3", "llama-v3", "smaug-bpe", "dbrx", "glm4"), _LLAMA3),
     **dict.fromkeys(("qwen2", "deepseek-r1-qwen", "megrez"), QWEN2_SPLIT),
     **dict.fromkeys(("gpt-2", "default", "phi-2", "mpt", "olmo", "jina-es", "jina-de", "roberta-bpe"), "gpt-2"),
+    "exaone4": "gpt-2",
     **dict.fromkeys(("smollm", "starcoder", "refact", "command-r", "codeshell"), "digits"),
     "tekken": _TEKKEN,
 }
