@@ -79,7 +79,7 @@ def test_every_model_of_which_text_is_run_has_been_run() -> None:
     assert {model for _, model, _ in tiny.SEEING.values()} == WITH_TEXT
 
 
-@pytest.mark.parametrize("name", ["llama", "gpt2"])
+@pytest.mark.parametrize("name", ["llama", "gpt2", "olmo2"])
 def test_logits_on_every_level(saved, name: str, level: str) -> None:
     found = logits_on_every_path(ours(saved, name, kernels=level))
     torch.testing.assert_close(found, their_logits(saved(name)[0], prompt()), atol=1e-4, rtol=0)
@@ -144,7 +144,7 @@ def test_bfloat16_at_every_position(saved, name: str, native: str) -> None:
     check_bfloat16(saved, name, native)
 
 
-@pytest.mark.parametrize("name", ["llama", "gpt2"])
+@pytest.mark.parametrize("name", ["llama", "gpt2", "olmo2"])
 def test_bfloat16_on_every_level(saved, name: str, level: str) -> None:
     check_bfloat16(saved, name, level)
 
