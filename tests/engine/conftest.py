@@ -44,6 +44,15 @@ FAMILIES = {
         "moe_intermediate_size": 24,
         "shared_expert_intermediate_size": 40,
     },
+    "gpt-oss": BASE
+    | {
+        "architectures": ["GptOssForCausalLM"],
+        "model_type": "gpt_oss",
+        "head_dim": 16,
+        "num_local_experts": 5,
+        "num_experts_per_tok": 3,
+        "sliding_window": 24,
+    },
     "gemma2": BASE
     | {
         "architectures": ["Gemma2ForCausalLM"],

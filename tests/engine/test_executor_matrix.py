@@ -27,7 +27,7 @@ from quire.protocol.stats import EngineStats
 __all__ = ["nothing_left"]  # a fixture of all tests here
 pytestmark = pytest.mark.nightly
 
-FAMILIES = ["llama", "mistral", "qwen2", "qwen3", "mixtral", "qwen2-moe", "gemma2", "gemma3", "opt", "gpt2"]
+FAMILIES = ["llama", "mistral", "qwen2", "qwen3", "mixtral", "qwen2-moe", "gpt-oss", "gemma2", "gemma3", "opt", "gpt2"]
 WEIGHTS: dict[str, dict[str, Any]] = {"bf16": {}, "int8": {"quantization": "int8"}}
 # All at once, in small chunks, with too few blocks for all of them and enough for prefixes to stay.
 FULL = Variant(32, 64, 16, prefix=True, preempted=True, late=False, policy="fcfs", tier="none")

@@ -16,7 +16,7 @@ EP: dict[str, Any] = {"tensor_parallel_size": 2, "enable_expert_parallel": True}
 
 @pytest.mark.nightly
 @pytest.mark.parametrize("quantization", [None, "int8"])
-@pytest.mark.parametrize("family", ["mixtral", "qwen2-moe"])
+@pytest.mark.parametrize("family", ["mixtral", "qwen2-moe", "gpt-oss"])
 def test_exactness(model_options, family: str, quantization: str | None) -> None:
     one = engine(model_options(family), "bfloat16", quantization=quantization)
     todo = requests(one.config.model.vocab_size)[:12]

@@ -19,7 +19,7 @@ from quire.layers.attention import SelfAttention
 from quire.worker.worker import Worker
 
 __all__ = ["nothing_left"]  # a fixture of all tests here
-FAMILIES = ["llama", "mistral", "qwen2", "qwen3", "mixtral", "qwen2-moe", "gemma2", "gemma3", "opt", "gpt2"]
+FAMILIES = ["llama", "mistral", "qwen2", "qwen3", "mixtral", "qwen2-moe", "gpt-oss", "gemma2", "gemma3", "opt", "gpt2"]
 PP2: dict[str, Any] = {"pipeline_parallel_size": 2}
 TREE = {"method": "medusa", "model": "demo-medusa", "speculative_token_tree": "[(0,), (1,)]"}
 BOTH: dict[str, Any] = {"pipeline_parallel_size": 2, "tensor_parallel_size": 2}

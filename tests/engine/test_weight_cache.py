@@ -125,7 +125,7 @@ def test_a_draft_model_is_filled_too(cache: Path, model: Path, no_packing) -> No
     assert start(model, speculative_config=speculative) == plain
 
 
-@pytest.mark.parametrize("model", ["mixtral", "qwen2-moe", "gemma2"], indirect=True)
+@pytest.mark.parametrize("model", ["mixtral", "qwen2-moe", "gpt-oss", "gemma2"], indirect=True)
 def test_experts_and_shared_tables_are_filled_too(cache: Path, model: Path, no_packing) -> None:
     plain = start(model, quantization="int8", weight_cache=False)
     start(model, quantization="int8")
