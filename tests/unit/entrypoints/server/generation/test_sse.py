@@ -205,7 +205,9 @@ def test_a_client_that_leaves_aborts_its_requests(server: Any, streams: bool, nu
         else:
             answer = while_connected(wire.receive, server.completions.create(body, "r"))
         task = asyncio.ensure_future(answer)
-        await _until(lambda: len(server.core.requests) == num_prompts and (not begun or not server.llm._admission.queued))
+        await _until(
+            lambda: len(server.core.requests) == num_prompts and (not begun or not server.llm._admission.queued)
+        )
         wire.gone.set()
         assert await task is None
         assert sorted(server.core.aborted) == sorted(r.request_id for r in server.core.requests)
