@@ -31,19 +31,25 @@ def _swiglu_oai(wide: Tensor) -> Tensor:
     return held / (held * -OAI_SLOPE).exp_().add_(1.0)
 
 
+def _opened_oai(up: Tensor) -> Tensor:
+    return up.float().clamp(-OAI_LIMIT, OAI_LIMIT).add_(1.0)
+
+
 OAI_LIMIT, OAI_SLOPE = 7.0, 1.702  # of gpt-oss
 Activation = Operation[[Tensor], Tensor]
+Function = Callable[[Tensor], Tensor]
 FUNCTIONS: dict[Epilogue, Activation] = {}
 
 
-def _activation(name: str, kind: Epilogue, function: Callable[[Tensor], Tensor]) -> Activation:
-    """The operation of this name: `function` in fp32, rounded once; of a gated one, [M, 2 I] -> [M, I], gate first."""
+def _activation(name: str, kind: Epilogue, function: Function, opened: Function | None = None) -> Activation:
+    """The operation of this name: `function` in fp32, rounded once; of a gated one, [M, 2 I] -> [M, I], gate first.
+
+    opened: what the gate is multiplied by, where that is not the second half as it is.
+    """
 
     def gated(rows: Tensor) -> Tensor:
         gate, up = rows.chunk(2, dim=-1)
-        if kind is Epilogue.SWIGLU_OAI_MUL:
-            up = up.float().clamp(-OAI_LIMIT, OAI_LIMIT).add_(1.0)
-        return function(gate.float()).mul_(up)
+        return function(gate.float()).mul_(up if opened is None else opened(up))
 
     def reference(x: Tensor) -> Tensor:
         if kind in GATED:
@@ -70,7 +76,7 @@ def _build(x: Value, function: Epilogue) -> Value:
 silu = _activation("silu", Epilogue.SILU, _silu)
 silu_and_mul = _activation("silu_and_mul", Epilogue.SILU_MUL, _silu)
 # gpt-oss's ``gate / (1 + exp(-1.702 gate)) * (up + 1)``: before that a gate is at most 7, and `up` within -7 .. 7.
-swiglu_oai = _activation("swiglu_oai", Epilogue.SWIGLU_OAI_MUL, _swiglu_oai)
+swiglu_oai = _activation("swiglu_oai", Epilogue.SWIGLU_OAI_MUL, _swiglu_oai, _opened_oai)
 # ``x / 2 * (1 + erf(x / sqrt 2))`` (arXiv:1606.08415).
 gelu = _activation("gelu", Epilogue.GELU, _gelu)
 gelu_and_mul = _activation("gelu_and_mul", Epilogue.GELU_MUL, _gelu)
