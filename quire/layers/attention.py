@@ -19,6 +19,9 @@ class SelfAttention(nn.Module):
         o_proj: Hq * D -> H.
         q_norm, k_norm: the modules whose weights the spec names, if any, so that a checkpoint fills them.
         sinks: of all heads, of which the spec has those that are here.
+
+    Attributes:
+        kv_start: where keys begin among the features that qkv_proj makes, of all ranks together.
     """
 
     def __init__(
@@ -39,6 +42,7 @@ class SelfAttention(nn.Module):
         self.q_norm = q_norm
         self.k_norm = k_norm
         self.sinks = sinks
+        self.kv_start = o_proj.in_features
 
     def checkpoint_slots(self, path: str) -> Iterator[CheckpointSlot]:
         """The place of the tensor that is its own; `path` is where the module stands."""

@@ -9,7 +9,6 @@ from quire.layers.linear import Matrix
 from quire.lora.slots import Packed
 from quire.models.causal_lm import CausalLM
 from quire.models.peft import VIRTUAL, WEIGHTS, AdapterError, AdapterFiles
-from quire.models.whole_norms import WholeNormAttention
 
 
 def load_adapter(model: CausalLM, files: AdapterFiles) -> Packed:
@@ -54,9 +53,7 @@ def _load_virtual(model: CausalLM, files: AdapterFiles, rows: Tensor) -> Packed:
         assert isinstance(qkv, Matrix), "a model's own attention has one projection"
         assert prefix is not None
         starts = itertools.accumulate(qkv.parts.values(), initial=0)
-        end = sum(qkv.parts.values())
-        # Of keys and values, after the queries where these are there.
-        first = 0 if isinstance(attention, WholeNormAttention) else attention.o_proj.in_features
+        first, end = attention.kv_start, sum(qkv.parts.values())
         here = [start + i for start, part in zip(starts, qkv.parts, strict=False) for r in qkv.rows[part] for i in r]
         _check_width(files, model.lora.num_layers * (end - first))
         own = rows.unflatten(1, (model.lora.num_layers, -1))[:, number, [i - first for i in here if i >= first]]

@@ -24,7 +24,7 @@ class WholeNormAttention(SelfAttention):
 
     def __init__(self, q_proj: Linear, *others: Any) -> None:
         super().__init__(*others)
-        self.q_proj = q_proj
+        self.q_proj, self.kv_start = q_proj, 0
 
     def forward(self, x: Any, step: Step) -> Tensor:
         """[T, H] -> [T, H]."""
