@@ -148,10 +148,12 @@ def test_a_reader_that_is_too_slow_does_not_hold_up_the_end(
 def test_the_live_view_does_not_hold_up_the_end(make_state: State) -> None:
     async def story() -> bytes:
         async with running(make_state(shutdown_timeout=600)) as (server, port):
-            view = asyncio.create_task(ask(port, request("/live")))
-            await asyncio.sleep(0.2)
+            reader, writer = await connect(port, request("/live"))
+            await reader.readuntil(b"event: ")
             server.stop()
-            return await view
+            rest = await asyncio.wait_for(reader.read(), 20)
+            writer.close()
+            return rest
 
     assert b"event: ended" in asyncio.run(story())
 
