@@ -7,8 +7,9 @@ clock here, so that a simulation decides the same each time.
 """
 
 from collections import Counter, deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from itertools import chain, zip_longest
+from typing import Any
 
 from msgspec import structs
 
@@ -184,14 +185,8 @@ class SwapSpace:
 
         They have these names; those of a swapped sequence are its own, and the last of them may be partial.
         """
-        own = swapped.block_ids[number] if swapped is not None else map(self.pools[number].find, names)
-        block_ids: list[int] = []
-        for block, host_block in zip_longest(found, own):
-            if block is None:
-                assert host_block is not None, "a block that was found is gone"
-                block = -1 - host_block
-            block_ids.append(block)
-        return block_ids
+        hosts: Iterable[Any] = map(self.pools[number].find, names) if swapped is None else swapped.block_ids[number]
+        return [-1 - host if block is None else block for block, host in zip_longest(found, hosts)]
 
     def bring_in(self, table: BlockTable, number: int, found: list[int], is_swapped: bool) -> list[int]:
         """A group's matched blocks, those of the host replaced by fresh ones to which they will be copied."""
