@@ -92,12 +92,9 @@ def _rank_natively(logits: Tensor, draws: Sequence[Draw], target: Target | None)
     ranked: list[TokenLogprobs | None] = []
     entries = native.given_logprobs(target or default_target(), logits, [0] * len(rows), num)
     for entry, draw in zip(entries, draws, strict=True):
-        wanted = draw.num_samples
-        logprobs = entry.logprobs[1 : wanted + 1]
-        if math.isfinite(logprobs[-1]):
-            ranked.append(TokenLogprobs(entry.token_ids[1 : wanted + 1], logprobs, entry.ranks[1 : wanted + 1]))
-        else:
-            ranked.append(None)
+        kept = slice(1, draw.num_samples + 1)
+        found = TokenLogprobs(entry.token_ids[kept], entry.logprobs[kept], entry.ranks[kept])
+        ranked.append(found if math.isfinite(found.logprobs[-1]) else None)
     return ranked
 
 
