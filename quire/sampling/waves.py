@@ -60,11 +60,8 @@ def _draw_at_once(logits: Tensor, lanes: Sequence[Lane], target: Target | None) 
     others: list[Lane] = []
     chosen: list[Lane] = []
     for lane in lanes:
-        state = lane.state
-        if state.record is None or lane.num_samples > 1 or lane.tree is not None:
-            others.append(lane)
-        else:
-            chosen.append(lane)
+        is_plain = lane.state.record is not None and lane.num_samples == 1 and lane.tree is None
+        (chosen if is_plain else others).append(lane)
     if not chosen:
         return others
     try:
