@@ -7,7 +7,7 @@ bit for bit. Called by the runner of a device that has Triton's kernels; what `c
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -23,37 +23,6 @@ from quire.sampling.select import WEIGHT_BITS, power_scales
 from quire.sampling.state import Mask, SamplingState, TokenCounts, Words, forbid
 
 Array = np.ndarray[Any, Any]
-
-
-@dataclass(frozen=True)
-class Pending:
-    """A launch under way.
-
-    Attributes:
-        drawn, facts, listed: as `kernels.draw` returns them, on the host once `event` has come.
-        listing: by index of a draw, how many likely tokens are listed; in the order of `facts`.
-    """
-
-    drawn: Tensor
-    facts: Tensor
-    listed: Tensor
-    listing: dict[int, int]
-    event: torch.Event | None
-
-    def wait(self) -> SamplerOutput:
-        """What was drawn, one token a row, once the device has drawn it."""
-        if self.event is not None:
-            self.event.synchronize()
-        drawn = self.drawn.numpy()
-        output = SamplerOutput(drawn[:, :1].tolist(), [None] * len(drawn))
-        for i in np.flatnonzero(drawn[:, 1]).tolist():
-            output.token_ids[i], output.failures[i] = [], unusable(MAXIMA[int(drawn[i, 1])]).failure
-        if self.listing:
-            tokens = drawn[list(self.listing), 0].tolist()
-            entries = listed_logprobs(self.facts.numpy(), self.listed.numpy(), tokens, list(self.listing.values()))
-            for i, entry in zip(self.listing, entries, strict=True):
-                output.logprobs[i] = [TokenLogprobs(*entry)] if output.token_ids[i] else None
-        return output
 
 
 class DeviceSampler:
@@ -150,7 +119,7 @@ class DeviceSampler:
         if self._device.type != "cpu":
             event = torch.Event(self._device)
             event.record()
-        return Pending(drawn, facts, listed, listing, event).wait
+        return partial(_wait, event, drawn, facts, listed, listing)
 
     def _all_allowed(self) -> Words:
         """A bitmask, of whole int64."""
@@ -193,3 +162,26 @@ class DeviceSampler:
         if self._device.type == "cpu" or not tensor.numel():
             return tensor
         return torch.empty_like(tensor, device="cpu", pin_memory=True).copy_(tensor, non_blocking=True)
+
+
+def _wait(
+    event: torch.Event | None, drawn: Tensor, facts: Tensor, listed: Tensor, listing: dict[int, int]
+) -> SamplerOutput:
+    """What was drawn, one token a row, once the device has drawn it.
+
+    Args:
+        drawn, facts, listed: as `kernels.draw` returns them, on the host once `event` has come.
+        listing: by index of a draw, how many likely tokens are listed; in the order of `facts`.
+    """
+    if event is not None:
+        event.synchronize()
+    numbers = drawn.numpy()
+    output = SamplerOutput(numbers[:, :1].tolist(), [None] * len(numbers))
+    for i in np.flatnonzero(numbers[:, 1]).tolist():
+        output.token_ids[i], output.failures[i] = [], unusable(MAXIMA[int(numbers[i, 1])]).failure
+    if listing:
+        tokens = numbers[list(listing), 0].tolist()
+        entries = listed_logprobs(facts.numpy(), listed.numpy(), tokens, list(listing.values()))
+        for i, entry in zip(listing, entries, strict=True):
+            output.logprobs[i] = [TokenLogprobs(*entry)] if output.token_ids[i] else None
+    return output
