@@ -124,14 +124,12 @@ def same_stamp(one: Any, other: list[list[Any]]) -> bool:
     """Whether two stamps are of the same files; archives keep times in whole seconds, which count as the same."""
     if not isinstance(one, list) or len(one) != len(other):
         return False
-    for mine, theirs in zip(one, other, strict=True):
-        if mine[:2] != theirs[:2]:
-            return False
-        times = (mine[2], theirs[2])
-        whole = any(time % 10**9 == 0 for time in times) and times[0] // 10**9 == times[1] // 10**9
-        if times[0] != times[1] and not whole:
-            return False
-    return True
+    pairs = zip(one, other, strict=True)
+    return all(mine[:2] == theirs[:2] and _same_time(mine[2], theirs[2]) for mine, theirs in pairs)
+
+
+def _same_time(one: int, other: int) -> bool:
+    return one == other or (one // 10**9 == other // 10**9 and 0 in (one % 10**9, other % 10**9))
 
 
 def known_stamp(manifest: dict[str, Any], stamp: list[list[Any]]) -> bool:
@@ -263,11 +261,9 @@ def _lives(pid: int) -> bool:
 
 
 def _manifest_or_empty(path: Path) -> dict[str, Any]:
-    try:
-        with path.open("rb") as file:
-            return read_manifest(file.fileno())[0]
-    except (OSError, ValueError, RecursionError):
-        return {}
+    with contextlib.suppress(OSError, ValueError, RecursionError), path.open("rb") as file:
+        return read_manifest(file.fileno())[0]
+    return {}
 
 
 def content_digest(files: list[Path]) -> str:
