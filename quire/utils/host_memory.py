@@ -66,14 +66,12 @@ def _cgroup_headrooms(membership: Path, root: Path) -> Iterator[int]:
 
 
 def _headroom(directory: Path, limit_file: str, usage_file: str, reclaimable_key: str) -> int | None:
-    try:
+    with suppress(OSError, ValueError):
         limit = int((directory / limit_file).read_text())  # "max" is no number: no limit
-        if limit >= _UNLIMITED:
-            return None
         usage = int((directory / usage_file).read_text())
-    except (OSError, ValueError):
-        return None
-    return limit - max(0, usage - (_entry(directory / "memory.stat", reclaimable_key) or 0))
+        if limit < _UNLIMITED:
+            return limit - max(0, usage - (_entry(directory / "memory.stat", reclaimable_key) or 0))
+    return None
 
 
 def make_memory(num_bytes: int) -> int:
