@@ -6,7 +6,6 @@ a queue or a policy.
 
 import math
 from collections import deque
-from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -17,7 +16,6 @@ from quire.config.worker import WorkerConfig
 from quire.distributed.links import AnyLink, open_link
 from quire.errors import ConfigError
 from quire.lora.slots import LoraSlots
-from quire.models.registry import CausalLM
 from quire.ops.native.library import TORCH
 from quire.protocol.cache import CacheLayout, CacheReport, group_layers
 from quire.protocol.step import SampleGuide, StepPlan, StepResult
@@ -53,12 +51,7 @@ PROPOSER_SECONDS = {1: 5e-6, 2: 8e-6}  # by sequences, of what drafts without a 
 _NO_RESULT = StepResult(step_id=-1, results=[])
 TOUCHED_TOKENS = 1024  # of the KV cache at start-up: the first use of a page is slow
 # By method, what drafts with a model of its own.
-DRAFTERS: dict[str, Callable[[WorkerConfig, Device, CausalLM], Drafter]] = {
-    "draft_model": DraftModel,
-    "medusa": MedusaModel,
-    "eagle": EagleModel,
-    "eagle3": EagleModel,
-}
+DRAFTERS = {"draft_model": DraftModel, "medusa": MedusaModel, "eagle": EagleModel, "eagle3": EagleModel}
 PROPOSERS = {"ngram": NgramProposer, "suffix": SuffixProposer}  # likewise, what drafts without one
 
 
