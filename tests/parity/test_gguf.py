@@ -38,7 +38,7 @@ def build(path: Path) -> Any:
     config = ModelConfig.from_pretrained(str(path), max_model_len=256)
     backend = tiny.select_backend("reference")
     model = build_model(config, backend, uniform(Unquantized()))
-    load_model_weights(model, config, progress=False)
+    load_model_weights(model, config, "auto", progress=False)
     return tiny.Ours(model, model, backend)
 
 

@@ -70,7 +70,7 @@ def test_the_text_of_models_that_see_and_hear(saved, name: str, tmp_path: Path) 
     theirs, directory = saved(name)
     config = ModelConfig.from_pretrained(str(directory), max_model_len=256)
     model = build_model(config, select_backend("reference"))
-    load_model_weights(model, config, progress=False)
+    load_model_weights(model, config, "auto", progress=False)
     found = tiny.Paged(tiny.Ours(model, model, select_backend("reference"))).prefill(0, prompt())
     torch.testing.assert_close(found, their_logits(theirs, prompt()), atol=1e-4, rtol=0)
 

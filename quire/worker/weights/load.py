@@ -30,9 +30,7 @@ class LoadReport:
     seconds: float
 
 
-def load_model_weights(
-    model: CausalLM, config: ModelConfig, load_format: str = "auto", progress: bool = True
-) -> LoadReport:
+def load_model_weights(model: CausalLM, config: ModelConfig, load_format: str, progress: bool) -> LoadReport:
     """Fill `model`, in place, from `config.path`.
 
     Args:
