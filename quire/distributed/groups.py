@@ -24,7 +24,6 @@ HEAD_BYTES = 4096
 _PLACE_WORDS = 16  # uint32 words from one rank's counter to the next; before the first: aborted, sleepers
 MAX_RANKS = HEAD_BYTES // (4 * _PLACE_WORDS) - 1
 _BUFFER_BYTES = 4 * 2**20  # what is larger is gathered in several turns
-_ALONE_BYTES = 16 * _BUFFER_BYTES  # for any vocabulary; memory that is not touched costs nothing
 _SPINS = 200  # of the plain wait, before it sleeps between two looks
 _PAUSE = 50e-6
 T = TypeVar("T")
@@ -46,7 +45,7 @@ class Group:
         path: of the shared memory, `segment_bytes` of zeros to begin with; a file, or ``/proc/PID/fd/N`` of its maker.
             None: this rank meets nobody and takes what it finds for theirs, so that it can be measured alone.
         rank, size: this one's number, and how many there are; at most MAX_RANKS.
-        part: the bytes of that memory which are this group's, whole pages; all of them where it is empty.
+        part: the bytes of that memory which are this group's, whole pages; all of a file's where it is empty.
 
     Attributes:
         address: of the shared memory.
@@ -58,7 +57,7 @@ class Group:
         assert 0 <= rank < size <= MAX_RANKS
         self.rank, self.size = rank, size
         if path is None:
-            memory = mmap.mmap(-1, len(part) or HEAD_BYTES + 2 * _ALONE_BYTES)
+            memory = mmap.mmap(-1, len(part))
         else:
             with open(path, "r+b") as file:
                 memory = mmap.mmap(file.fileno(), len(part), offset=part.start)

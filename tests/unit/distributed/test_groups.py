@@ -195,7 +195,7 @@ def test_an_abort_wakes_who_waits(tmp_path: Path, late: bool) -> None:
 
 
 def test_a_rank_alone_meets_nobody() -> None:
-    group = Group(None, 1, 3)
+    group = Group(None, 1, 3, range(segment_bytes(100)))
     found = group.gather(columns(group, torch.ones(7, 9)), STARTS)
     assert found.shape == (7, 9)
     assert group.agree(5) == 5
