@@ -50,7 +50,8 @@ class Keyboard:
         """The next text that is not empty, None at the end; `default` is there to be edited, where it can be."""
         while True:
             try:
-                text = self._read(default)
+                if text := self._read(default).strip():
+                    return text
             except EOFError:
                 print(end="\n" if self.interactive else "")
                 return None
@@ -58,9 +59,6 @@ class Keyboard:
                 if not self.interactive:
                     raise
                 print(f"\n{self._hint}")
-                continue
-            if text.strip():
-                return text.strip()
 
     def confirm(self, question: str) -> bool:
         """Whether the user says yes, or just Enter."""
