@@ -7,7 +7,7 @@ of its own.
 import os
 from argparse import Namespace
 from collections.abc import Generator, Iterator
-from contextlib import closing, contextmanager
+from contextlib import closing, contextmanager, suppress
 from dataclasses import dataclass
 from http.client import HTTPConnection, HTTPException, HTTPResponse, HTTPSConnection
 from typing import Any
@@ -37,14 +37,12 @@ class Address:
     @classmethod
     def parse(cls, url: str) -> "Address":
         """Read `http://HOST:PORT/PATH`, the same with https, or `HOST:PORT`; a ConfigError is for anything else."""
-        try:
+        with suppress(ValueError):
             parts = urlsplit(url if "://" in url else f"http://{url}")
             port = parts.port or (443 if parts.scheme == "https" else 80)
-        except ValueError:
-            parts, port = None, 0
-        if parts is None or parts.scheme not in ("http", "https") or not parts.hostname:
-            raise ConfigError(f"{url!r} is no server's address: write http://HOST:PORT/v1.")
-        return cls(parts.hostname, port, parts.path.rstrip("/") or "/v1", parts.scheme == "https")
+            if parts.scheme in ("http", "https") and parts.hostname:
+                return cls(parts.hostname, port, parts.path.rstrip("/") or "/v1", parts.scheme == "https")
+        raise ConfigError(f"{url!r} is no server's address: write http://HOST:PORT/v1.")
 
 
 class Model(msgspec.Struct):
@@ -76,13 +74,10 @@ class Server:
 
     def models(self) -> list[Model]:
         """The server's models; where it lists none, that is a RemoteError."""
-        try:
-            models = msgspec.json.decode(self.get(f"{self.address.path}/models"), type=_ModelList).data
-        except msgspec.DecodeError:
-            models = []
-        if not models:
-            raise RemoteError(f"the server at {self._url} lists no model; name one.")
-        return models
+        with suppress(msgspec.DecodeError):
+            if models := msgspec.json.decode(self.get(f"{self.address.path}/models"), type=_ModelList).data:
+                return models
+        raise RemoteError(f"the server at {self._url} lists no model; name one.")
 
     def get(self, path: str) -> bytes:
         """The body of what is at a path; else as `texts`."""
