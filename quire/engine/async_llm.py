@@ -40,6 +40,7 @@ from quire.utils.values import strings
 
 _Prompt = PromptType | PreparedPrompt
 Starter = Callable[[EngineArgs, EngineConfig, AsyncOptions], CoreClient]
+_MODES = ("abort", "wait", "keep")  # what becomes of requests that run
 _LONGEST_ID = 64  # characters of a caller's id that the engine's own has
 _ONE_TOKEN = SamplingParams(max_tokens=1, temperature=0.0, detokenize=False)  # for the sake of its prompt
 _FAILED = "the engine failed to compute this request; the server's log says why."
@@ -293,17 +294,17 @@ class AsyncLLM:
         """The pinned prefixes, in the order in which they were pinned."""
         return await self._call("pinned_prefixes")
 
-    async def sleep(self, level: int = 1, mode: Literal["abort", "wait"] | None = None) -> bool:
+    async def sleep(self, level: int = 1, mode: Literal["abort", "wait", "keep"] | None = None) -> bool:
         """Give back the memory of weights and KV cache until `wake_up`; False (and nothing done) while requests run.
 
         Args:
-            mode: what becomes of those: "abort" ends them, "wait" waits until none runs.
+            mode: what becomes of those: "abort" ends them, "wait" waits until none runs, "keep" lets them go on then.
 
         Raises:
             InvalidRequestError: another level or mode.
         """
-        require(mode in (None, "abort", "wait"), "mode", mode, "'abort', 'wait' or None")
-        while not (sleeps := await self._call("sleep", level)) and mode is not None:
+        require(mode in (None, *_MODES), "mode", mode, "'abort', 'wait', 'keep' or None")
+        while not (sleeps := await self._call("sleep", level, mode == "keep")) and mode is not None:
             await self.abort([*self._external.values()] if mode == "abort" else ())
             await asyncio.sleep(0.01)
         return sleeps
@@ -322,16 +323,19 @@ class AsyncLLM:
         """Let requests that come wait until `resume_generation`; returns once none runs, to change weights, say.
 
         Args:
-            mode: what becomes of those that run: "abort" ends them, "wait" waits until they have ended.
+            mode: what becomes of those that run: "abort" ends them, "wait" waits until they have ended, "keep" lets
+                them go on then, with the tokens that they have.
             wait_for_inflight_requests: the same as "wait", in older scripts.
-            clear_cache: forget cached prefixes then.
+            clear_cache: forget cached prefixes then, and compute anew what is kept.
 
         Raises:
             InvalidRequestError: another mode.
         """
-        require(mode in ("abort", "wait"), "mode", mode, "'abort' or 'wait', as a request can't be kept half done")
+        require(mode in _MODES, "mode", mode, "'abort', 'wait' or 'keep'")
         self._admission.pause()
-        while records := [*self._outputs.records]:
+        keeps = mode == "keep" and not wait_for_inflight_requests
+        await self._call("hold", keeps)
+        while not keeps and (records := [*self._outputs.records]):
             if mode == "abort" and not wait_for_inflight_requests and self._monitor.dead is None:
                 self._client.send(Abort(records))
             await asyncio.sleep(0.01)
@@ -339,7 +343,8 @@ class AsyncLLM:
             await self.reset_prefix_cache()
 
     async def resume_generation(self) -> None:
-        """Let requests go on that wait since `pause_generation`."""
+        """Let requests go on that wait, or were kept, since `pause_generation`."""
+        await self._call("hold", False)
         self._admission.resume()
 
     async def is_paused(self) -> bool:

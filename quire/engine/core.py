@@ -85,6 +85,7 @@ class EngineCore:
         self._undelivered: list[SequenceOutput] = []  # of a step that ended in an interrupt
         self._dead: str | None = None
         self._asleep, self._sleep_state = set[str](), SLEEP_STATES[0]  # of _PARTS, what is not there
+        self._held = False  # whether requests are kept as they are
 
     def call(self, name: CallName, *arguments: Any) -> Any:
         """Call a method of this object, with Ctrl-C held back; where there are several engines, of each."""
@@ -123,7 +124,8 @@ class EngineCore:
 
     def has_unfinished(self) -> bool:
         """Whether a step has anything to do; on a dead engine it will say so."""
-        return bool(self.scheduler.has_unfinished() or self._plans or self._undelivered)
+        is_still = self._held or self._asleep
+        return not is_still and bool(self.scheduler.has_unfinished() or self._plans or self._undelivered)
 
     def step(self) -> list[SequenceOutput]:
         """One iteration: which tokens, compute them, what came of it.
@@ -194,16 +196,27 @@ class EngineCore:
         """The pinned prefixes, in the order in which they were pinned."""
         return self.scheduler.kv.pins.listed()
 
-    def sleep(self, level: int = 1) -> bool:
+    def hold(self, held: bool) -> None:
+        """Keep requests as they are, and take no step; or go on.
+
+        What ran goes back to its place, to be computed anew but for what the prefix cache holds: then nothing is in the
+        way of other weights, or of sleep.
+        """
+        if held:
+            self._start_over()
+        self._held = held
+
+    def sleep(self, level: int = 1, keep: bool = False) -> bool:
         """Give back the memory of weights and KV cache until `wake_up`; False (and nothing done) while requests run.
 
         Requests that come meanwhile are refused, and cached prefixes forgotten, but for those on the disk.
 
         Args:
             level: 1 wakes up with the weights that it had; 2 with those of its start, unless it is given others.
+            keep: hold those that run; they go on once it is awake.
         """
         require(type(level) is int and level in (1, 2), "level", level, "1 or 2")
-        if not self._begin_anew():
+        if not self._begin_anew(keep):
             return False
         self._asleep, self._sleep_state = set(_PARTS), SLEEP_STATES[level]
         self.call_workers("sleep", [level])
@@ -258,18 +271,28 @@ class EngineCore:
             raise RequestFailedError(faults[0])
         return Returned([reply.value for reply in replies])
 
-    def _begin_anew(self) -> bool:
-        """Forget what workers know, and prefixes but for the disk's; False (and nothing done) while requests run."""
+    def _begin_anew(self, keep: bool = False) -> bool:
+        """Forget what workers know, and prefixes but for the disk's; False (and nothing done) while requests run.
+
+        What runs may be planned anew where it is held, or to be kept.
+        """
         self.settle()
-        if self.has_unfinished():
+        if self.has_unfinished() and not keep:
             return False
+        self._start_over()
+        self.scheduler.kv.reset_prefix_cache(keep_disk=True)
+        self.places = AdapterPlaces(self.places.num_places, self.scheduler.is_live)
+        for request in self.scheduler.await_adapters():
+            self.places.add(request.request_id, request.adapter)
+        self._publish()
+        return True
+
+    def _start_over(self) -> None:
+        """Plan and announce anew what is under way."""
+        self._plans.clear()
         self.scheduler.cancel()
         if not self._asleep:  # whoever takes no other weights after all goes on
             self.executor.reset()
-        self.scheduler.kv.reset_prefix_cache(keep_disk=True)
-        self.places = AdapterPlaces(self.places.num_places, self.scheduler.is_live)
-        self._publish()
-        return True
 
     def snapshot(self, watched: Iterable[str] = ()) -> EngineSnapshot:
         """The first sequences, those of `watched` requests, and the blocks at this moment."""
@@ -318,9 +341,7 @@ class EngineCore:
                 if self._guiding is not None:
                     self._guiding.result()
                 self._guiding = None
-                self._plans.clear()
-                self.scheduler.cancel()
-                self.executor.reset()
+                self._start_over()
                 raise
         except EngineDeadError as error:  # it says what happened
             self._dead = str(error)

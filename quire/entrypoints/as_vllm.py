@@ -103,7 +103,6 @@ class AsyncLLM(async_llm.AsyncLLM):
 
     generate = _as_vllms(async_llm.AsyncLLM.generate)
     encode = _as_vllms(async_llm.AsyncLLM.encode)
-    sleep = _as_vllms(async_llm.AsyncLLM.sleep)
     __getattr__ = _setting
 
 

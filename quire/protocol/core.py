@@ -17,8 +17,8 @@ from quire.protocol.step import SequenceOutput
 from quire.protocol.worker import Returned
 
 # Methods of `quire.engine.core.EngineCore`.
-_CallName = Literal["snapshot", "set_limits", "reset_prefix_cache", "pin_prefix", "unpin_prefix", "pinned_prefixes"]
-CallName = _CallName | Literal["check_integrity", "sleep", "wake_up", "is_sleeping", "update_weights", "call_workers"]
+_Call = Literal["snapshot", "set_limits", "reset_prefix_cache", "pin_prefix", "unpin_prefix", "pinned_prefixes", "hold"]
+CallName = _Call | Literal["check_integrity", "sleep", "wake_up", "is_sleeping", "update_weights", "call_workers"]
 
 
 class Fault(msgspec.Struct, frozen=True, array_like=True):

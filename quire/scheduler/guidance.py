@@ -58,7 +58,8 @@ class Guidance:
             self._grammars.compile(key, params)
             self._awaiting.setdefault(key, []).append(group)
             for sequence in group.sequences.values():
-                self._planner.set_aside(sequence, "grammar")
+                if sequence.status is SequenceStatus.WAITING:
+                    self._planner.set_aside(sequence, "grammar")
 
     def wake(self, timeout: float) -> list[SequenceOutput]:
         """Let those go on whose grammar is compiled, and end those whose can't be. Waits at most so many seconds."""
@@ -70,7 +71,7 @@ class Guidance:
                     continue  # aborted meanwhile
                 if isinstance(found, Grammar):
                     group.grammar = found.opened()
-                    for sequence in group.sequences.values():
+                    for sequence in [sequence for sequence in group.sequences.values() if sequence.awaits == "grammar"]:
                         self._planner.make_ready(sequence)
                 else:
                     failure = Failure(FailureKind.BAD_REQUEST, f"{_PARAM} can't be used: {found}", _PARAM)

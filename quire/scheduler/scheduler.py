@@ -95,9 +95,19 @@ class Scheduler:
     def go_on(self, request_id: str) -> None:
         """A request's adapter is in its place, and stays there."""
         group = self._outcomes.groups[request_id]
-        for sequence in group.sequences.values():
+        for sequence in [sequence for sequence in group.sequences.values() if sequence.awaits == "adapter"]:
             self._planner.make_ready(sequence)
         self.guidance.open(group)
+
+    def await_adapters(self) -> list[NewRequest]:
+        """All adapters have left their places; returns the requests that wait for theirs, in the order they came."""
+        groups = [group for group in self._outcomes.groups.values() if group.request.adapter is not None]
+        for sequence in [sequence for group in groups for sequence in group.sequences.values()]:
+            if sequence.awaits == "grammar":
+                self._planner.make_ready(sequence)  # it is asked for again
+            if sequence.status is SequenceStatus.WAITING:
+                self._planner.set_aside(sequence, "adapter")
+        return [group.request for group in groups]
 
     def fail(self, request_id: str, failure: Failure) -> list[SequenceOutput]:
         """End a request that can't be served; returns its outputs."""

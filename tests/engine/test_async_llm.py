@@ -176,6 +176,29 @@ def test_what_runs_is_ended_or_waited_for_when_it_is_to_sleep(engine: Engine) ->
 
 
 @pytest.mark.slow
+def test_what_runs_is_kept_while_it_sleeps(engine: Engine) -> None:
+    params = SamplingParams(max_tokens=60, temperature=0.0, ignore_eos=True, output_kind=RequestOutputKind.FINAL_ONLY)
+
+    async def check() -> None:
+        (whole,) = await engine.collect(PROMPTS[0], params)
+        running = asyncio.create_task(engine.collect(PROMPTS[0], params))
+        while not engine.llm.stats().num_requests_running:
+            await asyncio.sleep(0.001)
+        assert await engine.llm.sleep(2, "keep")
+        await asyncio.wait([running], timeout=0.2)
+        assert not running.done()
+        with pytest.raises(OverloadedError):
+            await engine.collect(PROMPTS[1], params)
+        await engine.llm.wake_up(["weights"])
+        await engine.llm.wake_up()
+        (output,) = await running
+        assert output.outputs[0].token_ids == whole.outputs[0].token_ids
+        await engine.when_idle()
+
+    engine.run(check())
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["process", "thread"])
 def test_event_loops_take_turns(kind: Any) -> None:
     """As `asyncio.run` makes one for each call; one that is still there is not taken from."""
@@ -349,11 +372,44 @@ def test_requests_wait_while_it_is_paused(engine: Engine, mode: str) -> None:
         await llm.resume_generation()
         assert not await llm.is_paused()
         assert (await after)[-1].outputs[0].token_ids == whole
-        with pytest.raises(InvalidRequestError, match="mode must be 'abort' or 'wait', as .*; it is 'keep'"):
-            await llm.pause_generation(mode="keep")
+        with pytest.raises(InvalidRequestError, match="mode must be 'abort', 'wait' or 'keep'; it is 'later'"):
+            await llm.pause_generation(mode="later")
         assert not await llm.is_paused()
         await llm.pause_generation(wait_for_inflight_requests=True, clear_cache=False)
         await llm.resume_generation()
+        await engine.when_idle()
+
+    engine.run(check())
+
+
+@pytest.mark.parametrize("clear_cache", [True, False])
+def test_requests_are_kept_in_a_pause(engine: Engine, clear_cache: bool) -> None:
+    """No token comes meanwhile, none is lost or another than without it, and one that is kept can be ended."""
+    llm, greedy = engine.llm, SamplingParams(temperature=0.0, max_tokens=100, ignore_eos=True)
+    drawn = SamplingParams(n=3, seed=3, max_tokens=60, ignore_eos=True, logprobs=2, presence_penalty=0.5)
+
+    async def check() -> None:
+        expected = [(await engine.collect(PROMPTS[0], params))[-1] for params in (greedy, drawn)]
+        running = [asyncio.create_task(engine.collect(PROMPTS[0], params)) for params in (greedy, drawn)]
+        ended = asyncio.create_task(engine.collect(PROMPTS[1], greedy, "ended"))
+        while llm.stats().num_requests_running < 5:
+            await asyncio.sleep(0.001)
+        await llm.pause_generation(mode="keep", clear_cache=clear_cache)
+        assert await llm.is_paused()
+        await llm.abort("ended")
+        assert (await ended)[-1].outputs[0].finish_reason == "abort"
+        later = asyncio.create_task(engine.collect(PROMPTS[0], greedy))
+        before = (await llm.snapshot()).sequences
+        assert [(s.status, s.num_computed_tokens, s.num_blocks) for s in before] == [("waiting", 0, 0)] * 4
+        await asyncio.wait([later, *running], timeout=0.3)
+        after = (await llm.snapshot()).sequences
+        assert [s.num_output_tokens for s in after] == [s.num_output_tokens for s in before]
+        assert not any(task.done() for task in [*running, later])
+        await llm.resume_generation()
+        outputs = [(await task)[-1] for task in [*running, later]]
+        for output, whole in zip(outputs, [*expected, expected[0]], strict=True):
+            assert [part.token_ids for part in output.outputs] == [part.token_ids for part in whole.outputs]
+            assert [part.logprobs for part in output.outputs] == [part.logprobs for part in whole.outputs]
         await engine.when_idle()
 
     engine.run(check())

@@ -25,7 +25,7 @@ PATIENCE = 60.0  # of one request
 ADAPTERS = Path(quire.__file__).parent / "demo" / "adapters"
 NAMES = ["play", "sea", "talk"]
 PROMPTS = [f"The {a} {b} " * count for a in ("old", "new") for b in ("king", "sea") for count in (1, 9)]
-MODES = ["abort", "wait"]
+MODES = ["abort", "wait", "keep"]
 KEY = {"Authorization": "Bearer sesame"}
 FLAGS = [
     "--api-key",

@@ -103,7 +103,7 @@ class WeightChange(BaseModel):
     path: str = Field(min_length=1, description="A checkpoint's directory, on the server.")
 
 
-_Mode = Literal["abort", "wait"]
+_Mode = Literal["abort", "wait", "keep"]
 _BUSY: dict[int | str, dict[str, Any]] = {409: {"description": "Requests are running."}}
 
 
@@ -136,7 +136,7 @@ async def pause(
     wait_for_inflight_requests: bool = False,
     clear_cache: bool = True,
 ) -> dict[str, str]:
-    """Let requests that come wait until /resume, once those that run were ended or waited for. As vLLM has it."""
+    """Let requests that come wait until /resume; those that run are ended, waited for, or kept. As vLLM has it."""
     options = {"wait_for_inflight_requests": wait_for_inflight_requests, "clear_cache": clear_cache}
     await while_connected(request.receive, state.llm.pause_generation(mode=mode, **options))
     return {"status": "paused"}

@@ -108,6 +108,7 @@ class ReplicasClient:
         self._routes: dict[str, _Route] = {}  # by request, in order of arrival
         self._calls: dict[int, tuple[Call, set[int], dict[int, Reply]]] = {}  # who has yet to answer, and who has
         self._limits: dict[str, Any] = {}  # that were changed
+        self._held: list[Call] = []  # while requests are kept as they are, what says so
         self._weights: list[Call] = []  # that put engines to sleep, or gave them others
         self._pins: dict[str, list[Any]] = {}  # name -> arguments
         self._pinning: dict[str, Call] = {}  # prompts that are computed to be pinned again
@@ -303,7 +304,7 @@ class ReplicasClient:
     # Calls, which go to all.
 
     def _call(self, call: Call) -> None:
-        if call.name in _OF_IDLE and self._routes:
+        if call.name in _OF_IDLE and self._routes and not (self._held or call.arguments[1:] == [True]):
             self._on_event(Reply(call.call_id, False))  # one engine might have done it, and another not
         else:
             serving = [replica for replica in self._replicas if replica.serves]
@@ -355,6 +356,8 @@ class ReplicasClient:
             self._pins[call.arguments[0]] = call.arguments
         elif call.name == "unpin_prefix":
             self._pins.pop(call.arguments[0], None)
+        elif call.name == "hold":
+            self._held = [call] if call.arguments[0] else []
         elif call.name in ("sleep", "wake_up", "update_weights") and answer.value is not False:
             self._weights = _still_to_tell(self._weights, call)
         if call.name in _OF_IDLE and answer.value:
@@ -407,7 +410,7 @@ class ReplicasClient:
         self._join(replica)
         self._router.is_open[replica.rank] = True
         logger.info("engine %d is back", replica.rank)
-        for call in self._weights:
+        for call in [*self._weights, *self._held]:
             replica.client.send(Call(_NO_ANSWER, call.name, call.arguments))
         if self._limits:
             replica.client.send(Call(_NO_ANSWER, "set_limits", [self._limits]))

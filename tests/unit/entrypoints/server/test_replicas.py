@@ -271,6 +271,32 @@ def test_all_engines_have_the_same_weights_where_one_could_not_change_them() -> 
     play(scene)
 
 
+def test_what_is_held_is_in_nobodys_way_and_holds_where_an_engine_starts_again() -> None:
+    async def scene(world: World) -> None:
+        rank = world.add("a", [1, 2, 3, 4])
+        world.client.send(Call(1, "hold", [True]))
+        for engine in world.engines:
+            engine.say(Reply(1))
+        world.client.send(Call(2, "sleep", [1]))
+        for engine in world.engines:
+            assert engine.sent[-1] == Call(2, "sleep", [1])
+            engine.say(Reply(2, True))
+        assert world.events[-1] == Reply(2, True)
+        world.engines[1 - rank].say(Dead("it broke"))
+        await world.until_up()
+        told = [(each.name, each.arguments) for each in world.engines[1 - rank].sent if isinstance(each, Call)]
+        assert told == [("sleep", [1]), ("hold", [True])]
+        world.client.send(Call(3, "hold", [False]))
+        for engine in world.engines:
+            engine.say(Reply(3))
+        world.client.send(Call(4, "sleep", [1, False]))
+        assert world.events[-1] == Reply(4, False)
+        world.client.send(Call(5, "sleep", [1, True]))
+        assert [engine.sent[-1] for engine in world.engines] == [Call(5, "sleep", [1, True])] * 2
+
+    play(scene)
+
+
 def test_the_cache_is_reset_everywhere_or_nowhere() -> None:
     async def scene(world: World) -> None:
         rank = world.add("a", [1, 2, 3, 4])

@@ -39,10 +39,10 @@ def test_it_stays_as_it_is_while_requests_run(keyed: TestClient, async_llm: Any)
 
 def test_requests_that_run_are_ended_or_waited_for_on_demand(keyed: TestClient, async_llm: Any) -> None:
     async_llm.is_idle = False
-    for mode in ("abort", "wait"):
+    for mode in ("abort", "wait", "keep"):
         keyed.post(f"/sleep?mode={mode}")
         assert async_llm.sleep_modes[-1] == mode
-    answer = keyed.post("/sleep?mode=keep")
+    answer = keyed.post("/sleep?mode=later")
     assert (answer.status_code, answer.json()["error"]["param"]) == (400, "mode")
 
 
@@ -55,7 +55,9 @@ def test_requests_wait_while_it_is_paused(keyed: TestClient, async_llm: Any) -> 
     assert keyed.get("/is_paused").json() == {"is_paused": False}
     assert keyed.post("/pause?wait_for_inflight_requests=true").json() == {"status": "paused"}
     assert async_llm.pauses[-1] == {"mode": "abort", "wait_for_inflight_requests": True, "clear_cache": True}
-    answer = keyed.post("/pause?mode=keep")
+    assert keyed.post("/pause?mode=keep").json() == {"status": "paused"}
+    assert async_llm.pauses[-1]["mode"] == "keep"
+    answer = keyed.post("/pause?mode=later")
     assert (answer.status_code, answer.json()["error"]["param"]) == (400, "mode")
 
 
