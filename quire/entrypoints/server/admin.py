@@ -208,11 +208,10 @@ async def pin_prefix(body: PinRequest, state: Changeable) -> PinnedPrefix:
     """Compute a prompt, and keep its blocks whatever else comes. Of a conversation: up to its last message's end."""
     of_chat = is_chat(body)
     prompt: dict[str, Any] = {} if body.cache_salt is None else {"cache_salt": body.cache_salt}
+    given: str | list[int] = body.prompt
     if of_chat:
-        text = await conversation_text(state, body.messages, chat_template=None, add_generation_prompt=False)
-        prompt["prompt"] = text
-    else:
-        prompt["prompt" if isinstance(body.prompt, str) else "prompt_token_ids"] = body.prompt
+        given = await conversation_text(state, body.messages, chat_template=None, add_generation_prompt=False)
+    prompt["prompt" if isinstance(given, str) else "prompt_token_ids"] = given
     return await state.llm.pin_prefix(prompt, body.name, add_special_tokens=not of_chat)  # type: ignore[arg-type]
 
 

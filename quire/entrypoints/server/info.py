@@ -117,10 +117,11 @@ async def health(state: State) -> Response:
     return Response()
 
 
+@router.get("/api/version", tags=["ollama"])
 @router.get("/version", tags=["server"])
-async def version() -> forms.Version:
+async def version() -> dict[str, str]:
     """The version of Quire."""
-    return forms.Version(version=quire.__version__)
+    return {"version": quire.__version__}
 
 
 @router.get("/load", tags=["server"])

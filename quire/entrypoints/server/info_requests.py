@@ -129,12 +129,6 @@ class Engine(BaseModel):
     num_restarts: int
 
 
-class Version(BaseModel):
-    """The version of Quire."""
-
-    version: str
-
-
 class Load(BaseModel):
     """How busy the server is."""
 

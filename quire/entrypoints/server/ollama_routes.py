@@ -8,7 +8,6 @@ from typing import Any
 
 from fastapi import APIRouter, Request, Response
 
-import quire
 from quire.config.gguf import weight_files
 from quire.entrypoints.server import ollama_requests as forms
 from quire.entrypoints.server.body import JsonRoute
@@ -87,12 +86,6 @@ async def running(state: State) -> dict[str, Any]:
     never = {"size_vram": 0, "expires_at": "9999-12-31T23:59:59Z"}
     known = [{**await _entry(state, n), **never, "context_length": state.card(n).max_model_len} for n in names]
     return {"models": known}
-
-
-@router.get("/version")
-async def version() -> dict[str, str]:
-    """The version of Quire."""
-    return {"version": quire.__version__}
 
 
 @router.post("/show", tags=["models"])

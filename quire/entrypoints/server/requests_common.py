@@ -255,9 +255,9 @@ class GenerationRequest(AnyRequest):
     # Refused.
     moderation: Annotated[None, refuse("not supported by this server; leave it out")] = None
 
-    def force_usage(self) -> None:
-        """Have a stream end with its usage, whether it asked for that or not."""
-        if self.stream:
+    def force_usage(self, always: bool) -> None:
+        """Have a stream end with its usage, whether it asked for that or not, where that is `always` so."""
+        if always and self.stream:
             given = self.stream_options or StreamOptions.model_validate({})
             self.stream_options = given.model_copy(update={"include_usage": True})
 

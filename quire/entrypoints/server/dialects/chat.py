@@ -62,8 +62,7 @@ async def read_chat(
     prompt = await prepared_prompt(state.llm, text, params, body)
     check_size(body, params, [len(prompt.token_ids)], state)
     args = state.args
-    if args.enable_force_include_usage:
-        body.force_usage()
+    body.force_usage(args.enable_force_include_usage)
     rules = Rules(
         every_token=bool(body.logprobs or body.return_token_ids or body.wants_running_usage),
         cached_tokens=args.enable_prompt_tokens_details,

@@ -50,8 +50,7 @@ async def read_completion(
     lengths = [len(prompt.token_ids) for prompt in prompts]
     check_size(body, params, lengths, state)
     as_ids = body.shows_token_ids(state.args.return_tokens_as_token_ids)
-    if state.args.enable_force_include_usage:
-        body.force_usage()
+    body.force_usage(state.args.enable_force_include_usage)
     rules = Rules(
         every_token=body.logprobs is not None or bool(body.return_token_ids) or body.wants_running_usage,
         at_once=bool(body.echo),
