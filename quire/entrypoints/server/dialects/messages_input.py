@@ -12,6 +12,8 @@ from quire.errors import InvalidRequestError
 
 Block = dict[str, Any]
 _MEDIA = ("image", "document", "container_upload")
+# Claude Code begins with it, and with another hash each time, so that no cached prefix would fit what follows.
+_BILLING = "x-anthropic-billing-header:"
 _CHOICES = {"auto": "auto", "any": "required", "none": "none"}
 
 
@@ -66,9 +68,10 @@ def _thinking(body: ConversationRequest) -> dict[str, Any]:
 
 
 def _messages(body: ConversationRequest) -> list[dict[str, Any]]:
-    messages: list[dict[str, Any]] = []
-    if body.system:
-        messages.append({"role": "system", "content": _texts(body.system, "system")})
+    system = _texts(body.system or "", "system")
+    if isinstance(system, list):
+        system = [block for block in system if not block["text"].startswith(_BILLING)]
+    messages: list[dict[str, Any]] = [{"role": "system", "content": system}] if system else []
     for place, message in enumerate(body.messages):
         where = f"messages[{place}].content"
         messages += (_assistant_message if message.role == "assistant" else _other_messages)(message, where)

@@ -95,6 +95,18 @@ def test_what_the_template_is_given(server: Any, client: TestClient) -> None:
     assert prompt_of(server) == "<|endoftext|><|user|>Hi<|end|><|assistant|>Well, once"
 
 
+def test_claude_codes_billing_header_does_not_keep_prefixes_from_being_found(server: Any, client: TestClient) -> None:
+    header = "x-anthropic-billing-header: cc_version=2.1.177.01c; cc_entrypoint=cli; cch="
+    for digest in ("36ee5", "0aaa9"):
+        parts = (f"{header}{digest};", "Be brief.")
+        post(client, system=[{"type": "text", "text": text} for text in parts])
+    first, second = (request.prompt_token_ids for request in server.core.requests)
+    assert first == second
+    assert prompt_of(server) == "<|endoftext|><|system|>Be brief.<|end|><|user|>Hi<|end|><|assistant|>"
+    post(client, system=[{"type": "text", "text": header}])
+    assert "system" not in prompt_of(server)
+
+
 def test_a_document_of_text_is_text() -> None:
     source = {"type": "text", "media_type": "text/plain", "data": "A cat."}
     document = {"type": "document", "source": source, "title": "Pets", "citations": {"enabled": True}}
