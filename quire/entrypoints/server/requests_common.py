@@ -203,7 +203,7 @@ class GenerationRequest(AnyRequest):
     add_special_tokens: bool | None = None
     """By default true for completions, false for chat."""
     truncate_prompt_tokens: int | None = Field(None, ge=-1)
-    """Keep the last k; -1: what the context holds."""
+    """Keep the last k; -1: what the context holds beside the answer."""
     cache_salt: str | None = Field(None, min_length=1, max_length=1024)
     """Share cached prefixes only with requests of the same salt."""
 

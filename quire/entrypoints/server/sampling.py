@@ -99,16 +99,20 @@ def _params(
         return SamplingParams.from_generation_defaults(defaults, output_kind=kind, **(given | same))
 
 
-def _seeded(params: SamplingParams) -> SamplingParams:
+def _for_prompt(params: SamplingParams, room: int) -> SamplingParams:
     """The parameters of one prompt: with a seed of its own, if the request has none.
 
     The engine would make one of the request's id otherwise, and what a client calls its requests must not decide what
     they draw: a proxy may give one name to many.
+
+    Args:
+        room: tokens of the context that the answer leaves, which are what -1 keeps of the prompt.
     """
-    if params.sampling_type != SamplingType.RANDOM:
-        return params
     params = copy.copy(params)
-    params.seed = secrets.randbits(64)
+    if params.sampling_type == SamplingType.RANDOM:
+        params.seed = secrets.randbits(64)
+    if params.truncate_prompt_tokens == -1 and room > 0:
+        params.truncate_prompt_tokens = room
     return params
 
 
@@ -179,7 +183,7 @@ async def prepared_prompt(
     if body.cache_salt is not None:
         given["cache_salt"] = body.cache_salt
     with named(names):
-        prepared = await llm.prepare(given, _seeded(params), special)
+        prepared = await llm.prepare(given, _for_prompt(params, limit - max(1, max_tokens or 1)), special)
     length = len(prepared.token_ids)
     if max_tokens is not None and length + max_tokens > limit:
         fault = f"the prompt has {length} and {limit_field} asks for {max_tokens} more"

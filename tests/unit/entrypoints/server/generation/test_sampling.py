@@ -241,6 +241,11 @@ def test_a_long_prompt_is_cut_to_the_context(client: TestClient, server: Any) ->
     assert answer.json()["usage"]["prompt_tokens"] == 127
     answer = client.post("/v1/completions", json={"prompt": [5] * 300, "truncate_prompt_tokens": 100, "max_tokens": 28})
     assert answer.status_code == 200
+    for limit, kept in ((28, 100), (127, 1)):  # beside as many tokens as are asked for
+        body = {"prompt": [5] * 300, "truncate_prompt_tokens": -1, "max_tokens": limit}
+        assert client.post("/v1/completions", json=body).json()["usage"]["prompt_tokens"] == kept
+    refused = client.post("/v1/completions", json=body | {"max_tokens": 128}).json()["error"]
+    assert (refused["param"], refused["code"]) == ("max_tokens", "context_length_exceeded")
 
 
 def test_long_texts_are_encoded_off_the_loop(client: TestClient, server: Any, monkeypatch: pytest.MonkeyPatch) -> None:
