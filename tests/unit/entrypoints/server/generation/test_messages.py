@@ -155,6 +155,24 @@ def test_blocks_make_messages() -> None:
     assert fields["chat_template_kwargs"]["enable_thinking"] is False
 
 
+def test_what_the_system_says_later_on_belongs_to_the_turn_before() -> None:
+    """As Claude Code sends it with every request; Gemma's, Mistral's and Qwen3.5's templates refuse it elsewhere."""
+
+    def conversation(*turns: dict[str, Any], **body: Any) -> list[tuple[str, Any]]:
+        messages = chat_fields(ConversationRequest(messages=list(turns), max_tokens=5, **body))["messages"]  # type: ignore
+        return [(message["role"], message.get("content")) for message in messages]
+
+    def told(text: str) -> dict[str, Any]:
+        return {"role": "system", "content": [{"type": "text", "text": text}]}
+
+    said = ("assistant", "Well")
+    assert conversation(told("Short."), USER, system="Rhyme.") == [("system", "Rhyme.\n\nShort."), ("user", "Hi")]
+    again = conversation(USER, told("Be brief."), told("Rhyme."), {"role": "assistant", "content": "Well"}, USER)
+    assert again == [("user", "Hi\n\nBe brief.\n\nRhyme."), said, ("user", "Hi")]
+    turns = [USER, {"role": "assistant", "content": [USE]}, {"role": "user", "content": [RESULT]}, told("Rhyme.")]
+    assert conversation(*turns)[-1] == ("tool", "A cat.\n\nRhyme.")
+
+
 def test_a_failure_in_mid_stream_is_an_event(server: Any, client: TestClient) -> None:
     server.core.ending = "error"
     *_, last = stream(client)
