@@ -13,6 +13,7 @@ from quire.entrypoints.server.errors import ErrorInfo, anthropic_error
 from quire.entrypoints.server.event_service import Event, EventWriter
 from quire.entrypoints.server.messages_request import ConversationRequest
 from quire.entrypoints.server.parsers.base import ReasoningDelta, TextDelta, ToolCallDelta, ToolCallEnd, ToolCallStart
+from quire.entrypoints.server.parsers.reader import is_object
 from quire.entrypoints.server.service import TurnRequest
 from quire.entrypoints.server.state import ServerState
 from quire.entrypoints.server.turn import ContentEvent, Turn, arguments_of
@@ -114,11 +115,12 @@ class MessageWriter(EventWriter):
         reason, sequence = None, None
         if self.finish is not None and self.finish.reason == "length":
             reason = "model_context_window_exceeded" if self._is_capped else "max_tokens"
-        elif self.finish is not None and any(block["type"] == "tool_use" for block in self._content):
-            reason = "tool_use"
         elif self.finish is not None:
             sequence = self.finish.stop_reason if isinstance(self.finish.stop_reason, str) else None
-            reason = "end_turn" if sequence is None else "stop_sequence"
+            reason, last = "end_turn" if sequence is None else "stop_sequence", self._content[-1]["type"]
+            is_cut = sequence is not None and last == "tool_use" and not is_object("".join(self._pieces))
+            if not is_cut and any(block["type"] == "tool_use" for block in self._content):
+                reason, sequence = "tool_use", None
         return {"stop_reason": reason, "stop_sequence": sequence}
 
     # Blocks.

@@ -210,6 +210,18 @@ def test_choices(server: Any, client: TestClient) -> None:
     assert server.core.requests[-1].task.params.structured_outputs is None
 
 
+def test_a_stop_sequence_within_a_call(client: TestClient) -> None:
+    """It is told where it cut the call, whose input is none then; after a whole call, that there is one."""
+    ends = {"a {": ("stop_sequence", "a {", {}), "\n</tool_call>": ("tool_use", None, ARGUMENTS)}
+    for word, (reason, sequence, arguments) in ends.items():
+        body = {**MESSAGES, "stop_sequences": [word]}
+        answer = post(client, "/v1/messages", **body)
+        assert (answer["stop_reason"], answer["stop_sequence"]) == (reason, sequence)
+        assert [block["input"] for block in answer["content"] if block["type"] == "tool_use"] == [arguments]
+        end = stream(client, "/v1/messages", **body)[-2]["delta"]
+        assert (end["stop_reason"], end["stop_sequence"]) == (reason, sequence)
+
+
 REFUSALS: dict[str, tuple[str, dict[str, Any], str]] = {
     "a choice of no tool": ("/v1/responses", {"tool_choice": {"type": "function", "name": "leap"}}, "leap"),
     "two of one name": ("/v1/responses", {"tools": RESPONSES["tools"] * 2}, "look"),
