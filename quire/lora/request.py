@@ -14,6 +14,7 @@ class LoRARequest:
         lora_name: for people.
         lora_int_id: at least 1; stands for this adapter for as long as the engine lives, but for `load_inplace`.
         lora_path: its folder, with adapter_config.json and adapter_model.safetensors as PEFT writes them.
+        base_model_name: for people; the engine runs with one model.
         load_inplace: read the files anew: from now on the id stands for what they hold; what runs keeps the other.
 
     Raises:
@@ -23,6 +24,7 @@ class LoRARequest:
     lora_name: str
     lora_int_id: int
     lora_path: str
+    base_model_name: str | None = None
     load_inplace: bool = field(default=False, kw_only=True)
 
     def __post_init__(self) -> None:
@@ -67,7 +69,7 @@ def _check(request: AdapterRequest, param: str) -> None:
     for name, value in vars(request).items():
         if name.endswith(("_name", "_path")):
             value = vars(request)[name] = plain(value)
-            if not (isinstance(value, str) and value):
+            if not (isinstance(value, str) and value) and (name, value) != ("base_model_name", None):
                 raise InvalidRequestError(f"{name} must be a non-empty text, got {repr(value)[:80]}.", param)
         elif name == "load_inplace":
             require(isinstance(value, bool), f"{param}.{name}", value, "True or False")

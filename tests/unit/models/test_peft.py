@@ -109,5 +109,12 @@ def test_requests_that_name_no_adapter(wrong: tuple[Any, Any, Any]) -> None:
         LoRARequest(*wrong)
 
 
+def test_a_request_may_name_its_model() -> None:
+    assert LoRARequest("a", 1, "p", "demo") == LoRARequest("a", 1, "p", base_model_name="demo")
+    assert LoRARequest("a", 1, "p").base_model_name is None
+    with pytest.raises(InvalidRequestError, match="^base_model_name"):
+        LoRARequest("a", 1, "p", "")
+
+
 def test_a_path_may_be_a_path() -> None:
     assert LoRARequest("a", 1, Path("some/where")) == LoRARequest("a", 1, "some/where")  # type: ignore[arg-type]
