@@ -84,22 +84,41 @@ def field_text(item: Mapping[str, Any], name: str, where: str) -> str:
     return value
 
 
-def name_results(messages: Sequence[dict[str, Any]], param: str, call: str, result: str) -> None:
-    """Name the function in each result of a tool, as some templates want it.
+def conversation_of(messages: Sequence[dict[str, Any]], param: str, call: str, result: str) -> list[dict[str, Any]]:
+    """A chat's messages as templates want them: results of tools name their functions, and the system speaks first.
+
+    What it says later on, as coding agents have it do, belongs to the turn before it, or after an assistant's to the
+    user's that follows: many templates refuse, or drop, a system's message that is not the first.
 
     Args:
-        messages: of a chat; param, call, result: what the request's API calls them, a call and its result.
+        param, call, result: what the request's API calls the messages, a call and its result.
 
     Raises:
         InvalidRequestError: a result of a call that does not come before it.
     """
     names: dict[str, str] = {}
+    turns: list[dict[str, Any]] = []
+    told = False  # the last thing was the system's, in a user's turn
     for message in messages:
         names |= {one["id"]: one["function"]["name"] for one in message.get("tool_calls", ())}
         if message["role"] == "tool":
             if (call_id := message["tool_call_id"]) not in names:
                 raise InvalidRequestError(f"{param}: no {call} comes before the {result} of {quote(call_id)}.", param)
             message["name"] = names[call_id]
+        is_systems = message["role"] in ("system", "developer")
+        if turns and (turns[-1]["role"] != "assistant" if is_systems else told and message["role"] == "user"):
+            turns[-1]["content"] = "\n\n".join(filter(None, (content_text(m["content"]) for m in (turns[-1], message))))
+        else:
+            turns.append({**message, "role": "user"} if is_systems and turns else message)
+        told = is_systems and turns[-1]["role"] == "user"
+    return turns
+
+
+def content_text(content: str | Sequence[str | dict[str, Any]] | None) -> str:
+    """A message's content as one text."""
+    if content is None or isinstance(content, str):
+        return content or ""
+    return "\n".join(part if isinstance(part, str) else part.get("text", "") for part in content)
 
 
 NO_SAMPLER = "this sampler is not there; leave it out"

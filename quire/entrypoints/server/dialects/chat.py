@@ -15,6 +15,7 @@ from quire.entrypoints.server.chat_request import ChatBatchRequest, ChatCompleti
 from quire.entrypoints.server.parsers.base import ContentEvent, ReasoningDelta, TextDelta, ToolCallDelta, ToolCallStart
 from quire.entrypoints.server.parsing import NoFormatError, Parsing, plan_parsing
 from quire.entrypoints.server.prompts import conversation_text, template_of
+from quire.entrypoints.server.requests_common import content_text
 from quire.entrypoints.server.responses import CalledFunction, Head, Usage, bounded, bounded_entries, token_name
 from quire.entrypoints.server.sampling import chat_params, check_size, named, prepared_prompt, terms_of
 from quire.entrypoints.server.service import TurnRequest
@@ -133,7 +134,7 @@ class ChatWriter:
         self._running_usage, self.shows_thoughts = body.wants_running_usage, body.include_reasoning is not False
         self._role, self._as_ids = role, as_ids
         last = body.messages[-1]
-        self._echo = _text_of_content(last.content) if body.echo and last.role == self._role else ""
+        self._echo = content_text(last.content) if body.echo and last.role == self._role else ""
 
     def chunk(self, delta: Delta) -> Struct:
         finish, content = delta.finish, _delta_of(delta.events, self.shows_thoughts)
@@ -230,9 +231,3 @@ def _message_of(delta: responses.ChatDelta, role: str, echo: str) -> responses.C
             responses.ToolCall(str(call.id), call.function or CalledFunction()) for call in delta.tool_calls
         ]
     return message
-
-
-def _text_of_content(content: str | Sequence[str | dict[str, Any]] | None) -> str:
-    if content is None or isinstance(content, str):
-        return content or ""
-    return "\n".join(part if isinstance(part, str) else part.get("text", "") for part in content)

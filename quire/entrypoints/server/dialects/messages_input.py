@@ -7,7 +7,7 @@ import json
 from typing import Any
 
 from quire.entrypoints.server.messages_request import ConversationRequest, MessageParam
-from quire.entrypoints.server.requests_common import field_text, name_results, wrong
+from quire.entrypoints.server.requests_common import conversation_of, field_text, wrong
 from quire.errors import InvalidRequestError
 
 Block = dict[str, Any]
@@ -74,19 +74,8 @@ def _messages(body: ConversationRequest) -> list[dict[str, Any]]:
     messages: list[dict[str, Any]] = [{"role": "system", "content": system}] if system else []
     for place, message in enumerate(body.messages):
         where = f"messages[{place}].content"
-        turns = (_assistant_message if message.role == "assistant" else _other_messages)(message, where)
-        if message.role == "system" and messages and messages[-1]["role"] != "assistant":
-            # Claude Code says things so as it goes, and many templates know a system's message at the beginning only.
-            messages[-1]["content"] = "\n\n".join(filter(None, map(_said, (messages[-1], *turns))))
-        else:
-            messages += turns
-    name_results(messages, "messages", "tool_use", "tool_result")
-    return messages
-
-
-def _said(message: dict[str, Any]) -> str:
-    content = message["content"]
-    return content if isinstance(content, str) else "\n".join(part["text"] for part in content)
+        messages += (_assistant_message if message.role == "assistant" else _other_messages)(message, where)
+    return conversation_of(messages, "messages", "tool_use", "tool_result")
 
 
 def _other_messages(message: MessageParam, where: str) -> list[dict[str, Any]]:

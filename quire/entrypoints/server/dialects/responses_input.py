@@ -6,7 +6,7 @@ import json
 from collections.abc import Sequence
 from typing import Any
 
-from quire.entrypoints.server.requests_common import field_text, name_results, wrong
+from quire.entrypoints.server.requests_common import conversation_of, field_text, wrong
 from quire.entrypoints.server.responses_request import ResponsesRequest
 from quire.entrypoints.server.unknown_fields import ignore
 from quire.errors import InvalidRequestError
@@ -118,8 +118,7 @@ def messages_of(items: Sequence[Item], instructions: str | None) -> list[dict[st
             messages.append({"role": item["role"], "content": _content(item["content"])})
         else:
             messages.append({"role": "tool", "tool_call_id": item["call_id"], "content": _content(item["output"])})
-    name_results(messages, "input", "function_call", "function_call_output")
-    return messages
+    return conversation_of(messages, "input", "function_call", "function_call_output")
 
 
 def without_oldest(items: Sequence[Item], num_out: int) -> list[Item]:

@@ -257,6 +257,18 @@ ITEMS: dict[str, tuple[list[dict[str, Any]], list[dict[str, Any]]]] = {
 }
 
 
+def test_what_the_system_says_later_on_belongs_to_a_users_turn() -> None:
+    """As Codex sends it; Gemma's and Mistral's templates refuse it elsewhere, and gpt-oss's drops it."""
+    again, said = {"role": "developer", "content": "Rhyme."}, {"role": "assistant", "content": "Well"}
+    turns = messages_of(read_items([again, USER, said, again, USER, again, again, USER], "x"), "Be brief.")
+    assert [(turn["role"], turn["content"]) for turn in turns] == [
+        ("system", "Be brief.\n\nRhyme."),
+        ("user", "Hi"),
+        ("assistant", "Well"),
+        ("user", "Rhyme.\n\nHi\n\nRhyme.\n\nRhyme.\n\nHi"),
+    ]
+
+
 @pytest.mark.parametrize("name", ITEMS)
 def test_items_make_messages(name: str) -> None:
     items, messages = ITEMS[name]
@@ -266,7 +278,7 @@ def test_items_make_messages(name: str) -> None:
 
 def test_what_the_template_is_given(server: Any, client: TestClient) -> None:
     first = post(client, instructions="Be brief.", input=[{"role": "developer", "content": "Kindly."}, USER])
-    assert prompt_of(server).endswith("Be brief.<|end|><|system|>Kindly.<|end|><|user|>Hi<|end|><|assistant|>")
+    assert prompt_of(server).endswith("|>Be brief.\n\nKindly.<|end|><|user|>Hi<|end|><|assistant|>")
     second = post(client, input="And then?", previous_response_id=first["id"])
     turns = f"<|system|>Kindly.<|end|><|user|>Hi<|end|><|assistant|>{TEXT}<|end|>"
     expected = f"<|endoftext|>{turns}<|user|>And then?<|end|><|assistant|>"
