@@ -46,8 +46,8 @@ class EngineArgs:
     """Model directory, hub id, or 'demo' for the small bundled model."""
     tokenizer: str | None = option(None)
     """Tokenizer directory or hub id; the model's own by default."""
-    tokenizer_mode: Literal["auto", "slow", "mistral"] = option("auto")
-    """'auto' reads tokenizer.json, 'slow' a SentencePiece tokenizer.model."""
+    tokenizer_mode: Literal["auto", "hf", "slow", "mistral"] = option("auto")
+    """'auto' and 'hf' read tokenizer.json, 'slow' a SentencePiece tokenizer.model."""
     skip_tokenizer_init: bool = option(False)
     """Load no tokenizer: prompts and outputs are token ids only."""
     trust_remote_code: bool = option(False)

@@ -294,8 +294,8 @@ def load_tokenizer(path: str | Path, mode: str = "auto") -> Tokenizer:
     """Load the tokenizer of a model directory, or the one in a .gguf file.
 
     Args:
-        mode: "auto" takes tokenizer.json, else vocab.json with merges.txt, else tokenizer.model; "slow" takes
-            tokenizer.model, through the sentencepiece library; "mistral" is for Mistral's own formats.
+        mode: "auto" takes tokenizer.json, else vocab.json with merges.txt, else tokenizer.model, and "hf" is the same;
+            "slow" takes tokenizer.model, through the sentencepiece library; "mistral" is for Mistral's own formats.
 
     Raises:
         ModelLoadError: a file is missing or broken, or a library is.
@@ -303,7 +303,7 @@ def load_tokenizer(path: str | Path, mode: str = "auto") -> Tokenizer:
         ConfigError: an unknown mode.
     """
     directory = Path(path)
-    if mode not in ("auto", "slow", "mistral"):
+    if mode not in ("auto", "hf", "slow", "mistral"):
         raise ConfigError(f"tokenizer_mode={mode!r} is unknown; use 'auto', 'slow' or 'mistral'.")
     if directory.is_file():
         fast, config = read_gguf_tokenizer(read_gguf(directory))

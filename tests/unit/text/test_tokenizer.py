@@ -273,6 +273,11 @@ def test_mistral_mode(tmp_path: Path) -> None:
         load_tokenizer(tmp_path, "mistral")
 
 
+def test_vllms_name_for_the_default_mode() -> None:
+    ids = load_tokenizer(FIXTURES / "byte_bpe").encode("a b")
+    assert load_tokenizer(FIXTURES / "byte_bpe", "hf").encode("a b") == ids
+
+
 def test_unknown_mode() -> None:
     with pytest.raises(ConfigError, match="'fancy'.*'auto', 'slow' or 'mistral'"):
         load_tokenizer(FIXTURES / "byte_bpe", "fancy")
