@@ -109,12 +109,12 @@ def load(args: ServerArgs, engine_args: EngineArgs) -> ServerState:
     names = args.served_model_name or [engine_args.model]
     adapters = read_modules(args, names)  # first, as a model may take minutes
     llm, replicas = start_engines(engine_args, options)
-    try:
-        for adapter in adapters.values():
+    for name, adapter in adapters.items():
+        try:
             llm.find_adapter_now(adapter)
-    except InvalidRequestError as error:
-        llm.shutdown()
-        raise ConfigError(str(error)) from None
+        except InvalidRequestError as error:
+            llm.shutdown()
+            raise ConfigError(f"the adapter {name!r} can't be used: {error}") from None
     return ServerState(llm, args, names, replicas, adapters, ServingMetrics(llm.config.model.max_model_len))
 
 
