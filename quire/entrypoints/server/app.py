@@ -57,11 +57,11 @@ def build_app(state: ServerState | Fleet) -> FastAPI:
     app.state.quire, app.state.fleet = state, state if isinstance(state, Fleet) else None
     app.state.responses, app.state.http = ResponsesService(front), HttpCounts()
     app.root_path = args.root_path
-    # In this order they are looked through for each request.
+    # As they are: included they would all be made anew. In this order they are looked through for each request.
     for module in (turn_routes, response_routes, llama_routes, ollama_routes, info, adapters, admin, live, pages):
-        app.include_router(module.router)
+        app.router.routes.extend(module.router.routes)
     if not args.disable_fastapi_docs:
-        app.include_router(pages.docs_router)
+        app.router.routes.extend(pages.docs_router.routes)
     for kind in (QuireError, HTTPException, RequestValidationError):
         app.add_exception_handler(kind, _answer)
     # The last one added is the outermost.
