@@ -12,6 +12,7 @@ import pytest
 from fastapi.testclient import TestClient
 
 from quire.config.engine_args import EngineArgs
+from quire.engine import async_inputs
 from quire.engine.async_llm import AsyncLLM, AsyncOptions
 from quire.entrypoints.server.app import build_app
 from quire.entrypoints.server.dialects.chat import read_chat
@@ -23,6 +24,7 @@ from quire.protocol.core import Abort, Add, Dead, Finish, News, Ready
 from quire.protocol.requests import NewRequest, PoolingTask, SamplingTask
 from quire.protocol.stats import EngineStats
 from quire.protocol.step import Failure, PromptLogprobs, SequenceOutput, TokenLogprobs
+from quire.text.renderer import Renderer, RenderLane
 from quire.text.tokenizer import Tokenizer
 
 STATS = EngineStats()
@@ -136,6 +138,19 @@ def logprobs_of(token_id: int, num_top: int) -> TokenLogprobs:
     return TokenLogprobs([token_id, *top], [-0.7, *([-0.6, -0.7] + [-float(r) for r in ranks])[:num_top]], [2, *ranks])
 
 
+class KeptLane(RenderLane):
+    """A lane whose processes are there for the next server too: to start them takes longer than most tests."""
+
+    def __init__(self, name: str, width: int) -> None:
+        super().__init__(name, width)
+        self._renderers, self._idle = [], [*_kept_renderers(name, width)]
+
+
+@cache
+def _kept_renderers(name: str, width: int) -> list[Renderer]:
+    return [Renderer() for _ in range(width)]
+
+
 class Server:
     """A server's state over a `ScriptedCore`, for calls of its services and over HTTP."""
 
@@ -145,13 +160,15 @@ class Server:
         self.core = ScriptedCore(tokenizer)
         config = EngineArgs(model="demo", generation_config="vllm", **engine).resolve()
         skips = config.args.skip_tokenizer_init
-        self.llm = AsyncLLM(
-            config,
-            self.core,
-            Ready(MAX_LEN, 64, 32),
-            None if skips else tokenizer,
-            AsyncOptions(max_num_queued_reqs=queued),
-        )
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(async_inputs, "RenderLane", KeptLane)
+            self.llm = AsyncLLM(
+                config,
+                self.core,
+                Ready(MAX_LEN, 64, 32),
+                None if skips else tokenizer,
+                AsyncOptions(max_num_queued_reqs=queued),
+            )
         self.state = ServerState(self.llm, ServerArgs(**options), ["demo", "alias"])
         self.completions = TurnService(self.state, read_completion)
         self.chat = TurnService(self.state, read_chat)
