@@ -1,5 +1,6 @@
 """What all tests share."""
 
+import atexit
 import gc
 import itertools
 import os
@@ -151,9 +152,8 @@ def _patch_language_once(interpreter: Any) -> None:
     interpreter._patch_lang = once
 
 
-def pytest_unconfigure() -> None:
-    """Or Triton would say at the end that all of it leaked."""
-    gc.unfreeze()
+# Or Triton would say that all of it leaked; but no sooner, as pytest collects garbage three times at its own end.
+atexit.register(gc.unfreeze)
 
 
 @pytest.hookimpl(tryfirst=True)  # before those marked slow are left out
