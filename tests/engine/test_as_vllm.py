@@ -194,6 +194,7 @@ async def _refusals(engine: AsyncLLM) -> None:
         engine.shutdown()
 
 
+@pytest.mark.slow
 def test_methods_that_are_not_there(llm: LLM) -> None:
     import asyncio
 

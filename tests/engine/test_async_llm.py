@@ -474,7 +474,7 @@ def test_the_queue_is_bounded() -> None:
     ("args", "error"),
     [
         (EngineArgs(model="/nonexistent-model"), ModelLoadError),
-        (EngineArgs(model="demo", kv_cache_memory=1), ConfigError),
+        pytest.param(EngineArgs(model="demo", kv_cache_memory=1), ConfigError, marks=pytest.mark.slow),
     ],
 )
 def test_what_prevents_the_start_is_told(args: EngineArgs, error: type[Exception]) -> None:
@@ -487,7 +487,8 @@ def _child_of(llm: AsyncLLM) -> subprocess.Popen[bytes]:
     return llm._client._process
 
 
-@pytest.mark.parametrize("number", [signal.SIGKILL, pytest.param(signal.SIGSTOP, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])
 def test_an_engine_that_dies_or_hangs_is_noticed_by_all_who_wait(
     number: signal.Signals, monkeypatch: pytest.MonkeyPatch
 ) -> None:

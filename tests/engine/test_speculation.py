@@ -158,7 +158,12 @@ def test_heads_draft_well(method: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("method", "temperature"), [pytest.param("eagle", 0, marks=pytest.mark.slow), ("eagle", 0.8), ("eagle3", 0)]
+    ("method", "temperature"),
+    [
+        pytest.param("eagle", 0, marks=pytest.mark.slow),
+        pytest.param("eagle", 0.8, marks=pytest.mark.slow),
+        ("eagle3", 0),
+    ],
 )
 def test_heads_draft_trees_as_well_as_chains_and_better(method: str, temperature: float) -> None:
     """Without branches just what the chain has: the same ancestors are read, and the true hidden states kept."""

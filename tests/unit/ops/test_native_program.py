@@ -188,10 +188,8 @@ os._exit(0)
 """
 
 
-@pytest.mark.parametrize(
-    "busy",
-    [pytest.param(False, id="idle", marks=pytest.mark.slow), pytest.param(True, id="while another thread computes")],
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("busy", [False, True], ids=["idle", "while another thread computes"])
 def test_a_forked_child_can_compute(busy: bool) -> None:
     """It has none of the parent's threads, and must not wait for a lock that one of them held."""
     if library() is None:

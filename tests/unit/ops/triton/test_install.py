@@ -6,6 +6,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
 import torch
 from torch import Tensor
 
@@ -56,6 +57,7 @@ def test_products_by_the_vendor() -> None:
         uninstall()
 
 
+@pytest.mark.slow
 def test_operations_import_no_triton() -> None:
     code = "import sys, quire.ops, quire.layers.moe, quire.quantization.registry; print('triton' in sys.modules)"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)

@@ -312,7 +312,8 @@ def test_what_a_dead_process_left_is_removed(tmp_path: Path) -> None:
     assert sorted(p.name for p in tmp_path.iterdir()) == sorted(["store.bin", young.name])
 
 
-@pytest.mark.parametrize("nameless", [True, pytest.param(False, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("nameless", [True, False])
 def test_a_killed_writer_leaves_nothing_that_stays(tmp_path: Path, nameless: bool) -> None:
     """Killed amid its writing: no file, or where the file system has only files with names, none after the next."""
     script = f"""
