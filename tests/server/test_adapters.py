@@ -128,8 +128,3 @@ def test_what_is_not_loaded(adapted: RunningServer, home: Path, path: str, statu
     assert (answer.status, message in answer.body.decode()) == (status, True), answer.body
     assert str(home) not in answer.body.decode()
     assert adapted.post("/v1/completions", ASKED | {"model": "bad"}).status == 404
-
-
-def test_a_server_without_a_folder_loads_none(server: RunningServer) -> None:
-    assert server.post("/v1/load_lora_adapter", {"lora_name": "a", "lora_path": "b"}).status == 400
-    assert server.post("/v1/unload_lora_adapter", {"lora_name": "a"}).status == 400

@@ -631,6 +631,11 @@ def test_request_ids(server: RunningServer) -> None:
     assert [answer.status for answer in twice] == [200, 200]
 
 
+def test_a_server_without_a_folder_loads_no_adapter(server: RunningServer) -> None:
+    assert server.post("/v1/load_lora_adapter", {"lora_name": "a", "lora_path": "b"}).status == 400
+    assert server.post("/v1/unload_lora_adapter", {"lora_name": "a"}).status == 400
+
+
 def test_final_message_goes_on(server: RunningServer) -> None:
     messages = [*USER, {"role": "assistant", "content": "It is the"}]
     fields = {"continue_final_message": True, "max_tokens": 4, "return_token_ids": True}
