@@ -6,6 +6,7 @@ There, kernels are Triton's, interpreted, which takes long, where a test asks fo
 import json
 import os
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -19,6 +20,7 @@ from quire.worker import worker
 from quire.worker.devices.base import Device
 from quire.worker.devices.cpu import CpuDevice
 from quire.worker.devices.cuda import CudaDevice
+from quire.worker.devices.meter import DeviceMeter
 from tests.host_stream import HostDevice, HostStream
 from tests.kernels import uninstall
 
@@ -50,6 +52,15 @@ class Devices:
             is_plain = self.interpreted or config.kernels == TORCH
             self.made.append((CudaDevice if is_plain else HostDevice)(config, HostStream()))
         return self.made[-1]
+
+
+@contextmanager
+def unrehearsed() -> Iterator[None]:
+    """Engines made meanwhile compute no step beforehand, which takes most of the time where kernels are interpreted."""
+    with pytest.MonkeyPatch.context() as patch:
+        if not HAS_GPU:
+            patch.setattr(DeviceMeter, "activation_bytes", lambda *_: 0)
+        yield
 
 
 KINDS = [pytest.param("compiled")] if HAS_GPU else ["stand-in", pytest.param("interpreted", marks=pytest.mark.nightly)]

@@ -14,7 +14,7 @@ from safetensors.torch import save_file
 
 from quire import LLM, SamplingParams
 from quire.quantization.coded import Coded
-from tests.gpu.conftest import HAS_GPU, TINY, Devices
+from tests.gpu.conftest import HAS_GPU, TINY, Devices, unrehearsed
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 files: Any = importlib.import_module("quantized_files")
@@ -105,8 +105,9 @@ def test_parts_of_several_types_are_one_plain_matrix(write: Write, devices: Devi
 @pytest.mark.parametrize("devices", ["compiled" if HAS_GPU else "interpreted"], indirect=True)
 def test_kernels_multiply_codes(write: Write, devices: Devices) -> None:
     """A little of it with Triton's kernels, also where they have to be interpreted."""
-    small = {"max_num_seqs": 1, "max_model_len": 16, "max_num_batched_tokens": 16}  # what is rehearsed is interpreted
-    found, expected = (
-        answers(load(path, enforce_eager=True, **small), PROMPTS[:1], max_tokens=2) for path in write("gptq-4")
-    )
+    small = {"max_num_seqs": 1, "max_model_len": 16, "max_num_batched_tokens": 16}
+    with unrehearsed():
+        found, expected = (
+            answers(load(path, enforce_eager=True, **small), PROMPTS[:1], max_tokens=2) for path in write("gptq-4")
+        )
     assert found == expected
