@@ -92,9 +92,20 @@ def logits_on_every_path(model: Any) -> Tensor:
     return first
 
 
-@pytest.mark.parametrize("kernels", [pytest.param(TORCH, marks=pytest.mark.slow), "native"], indirect=True)
 @pytest.mark.parametrize("name", tiny.CASES)
-def test_greedy_tokens(saved, name: str, kernels: str) -> None:
+def test_greedy_tokens(saved, name: str, native: str) -> None:
+    check_greedy(saved, name, native)
+
+
+@pytest.mark.parametrize(
+    "name",
+    [pytest.param(n, marks=pytest.mark.slow if n in tiny.FAMILIES else pytest.mark.nightly) for n in tiny.CASES],
+)
+def test_greedy_tokens_of_plain_torch(saved, name: str) -> None:
+    check_greedy(saved, name, TORCH)
+
+
+def check_greedy(saved, name: str, kernels: str) -> None:
     """64 greedy tokens; transformers is asked once, about the whole text, which is greedy decoding by induction."""
     start = prompt(20, seed=1)
     tokens = tiny.Paged(ours(saved, name, kernels=kernels), 16).greedy(0, start, 64)
