@@ -1,5 +1,6 @@
 """A fake `LLM` and a fake server in the place of the real ones, for tests of the command line: no model, no torch."""
 
+import argparse
 import io
 import json
 import sys
@@ -13,9 +14,33 @@ import pytest
 
 import quire
 from quire.config.engine_args import EngineArgs
+from quire.entrypoints.cli import main as command
+from quire.entrypoints.cli.parser import Parser
 from quire.errors import InvalidRequestError
 from quire.outputs import CompletionOutput, RequestOutput
 from quire.sampling_params import SamplingParams
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _one_parser() -> Iterator[None]:
+    """The flags of the command line are made once, and not for each command: most tests take less time than that."""
+    kept = command.build_parser()
+
+    def as_built() -> Parser:
+        _forget_file(kept)
+        return kept
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(command, "build_parser", as_built)
+        yield
+
+
+def _forget_file(parser: argparse.ArgumentParser) -> None:
+    if isinstance(parser, Parser):
+        parser.source = ""
+    for action in parser._actions:
+        for each in action.choices.values() if isinstance(action, argparse._SubParsersAction) else ():
+            _forget_file(each)
 
 
 class FakeTokenizer:
