@@ -164,7 +164,6 @@ def _budget(request: CacheRequest, report: CacheReport) -> int:
     if request.kv_cache_memory is not None:
         return request.kv_cache_memory
     share = request.gpu_memory_utilization or (GPU_SHARE if report.total_bytes else CPU_SHARE)
-    of, used = report.available_bytes, 0
-    if report.total_bytes:
-        of, used = report.total_bytes, report.total_bytes - report.available_bytes
-    return int(of * share / request.data_parallel_size) - used - report.activation_bytes
+    total = report.total_bytes or report.available_bytes  # of a CPU it is a share of what is free
+    used = total - report.available_bytes
+    return int(total * share / request.data_parallel_size) - used - report.activation_bytes
