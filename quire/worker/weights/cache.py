@@ -181,8 +181,8 @@ def stored_weights(folder: Path) -> list[StoredWeights]:
     for path in folder.glob("*.bin"):
         with contextlib.suppress(OSError):
             stat = path.stat()
-            texts = ("model", "weights", "directory", "content")
-            values = [str(_manifest_or_empty(path).get(text, "")) for text in texts]
+            manifest = _manifest_or_empty(path)
+            values = [str(manifest.get(name, "")) for name in ("model", "weights", "directory", "content")]
             found.append(StoredWeights(path, stat.st_size, stat.st_mtime, *values))
     return sorted(found, key=lambda each: each.used, reverse=True)
 
