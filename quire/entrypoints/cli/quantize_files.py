@@ -86,10 +86,8 @@ def pack(codes: Tensor, bits: int, order: Sequence[int] | None = None) -> Tensor
     """Several codes of a row in an int32 [N, K] -> [N, K * bits / 32], the first lowest, or in an order."""
     num = 32 // bits
     padded = torch.nn.functional.pad(codes, (0, -codes.shape[1] % num)).view(len(codes), -1, num)
-    words = torch.zeros(padded.shape[:2], dtype=torch.int32)
-    for place, column in enumerate(order or range(num)):
-        words |= padded[:, :, column].int() << (bits * place)
-    return words
+    shifts = bits * torch.arange(num, dtype=torch.int32)
+    return (padded[:, :, list(order or range(num))].int() << shifts).sum(-1, dtype=torch.int32)
 
 
 def quantization_config(scheme: Scheme, plain: list[str]) -> dict[str, Any]:
