@@ -76,11 +76,7 @@ class Keyboard:
         return unblocked(text)
 
     def _line(self, prompt: str) -> str:
-        if self.interactive:
-            return input(prompt)
-        if not (line := sys.stdin.readline()):
-            raise EOFError
-        return line.removesuffix("\n")
+        return input(prompt if self.interactive else "")
 
 
 def is_open(text: str) -> bool:

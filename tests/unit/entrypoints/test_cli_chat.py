@@ -89,9 +89,10 @@ def test_a_refused_question_is_forgotten_at_a_terminal(
 ) -> None:
     fake_llm.refuse = lambda prompt: len(prompt["prompt_token_ids"]) > 20
     terminal = Terminal("x" * 30, "hi")
-    monkeypatch.setattr(sys, "stdin", terminal)
-    monkeypatch.setattr("builtins.input", terminal.input)
-    assert main(["chat", "demo"]) == 0
+    with monkeypatch.context() as patches:
+        patches.setattr(sys, "stdin", terminal)
+        patches.setattr("builtins.input", terminal.input)
+        assert main(["chat", "demo"]) == 0
     assert conversations(fake_llm.made[0]) == ["user:hi"]
     assert "error: prompt is refused.\n" in capsys.readouterr().err
     give_input("x" * 30 + "\nhi\n")
@@ -181,9 +182,10 @@ def test_a_servers_refusal_is_shown_and_forgotten(
 
     server.answers["/v1/chat/completions"] = refuse
     terminal = Terminal("xxx", "hi")
-    monkeypatch.setattr(sys, "stdin", terminal)
-    monkeypatch.setattr("builtins.input", terminal.input)
-    assert main(["chat", "--url", server.url]) == 0
+    with monkeypatch.context() as patches:
+        patches.setattr(sys, "stdin", terminal)
+        patches.setattr("builtins.input", terminal.input)
+        assert main(["chat", "--url", server.url]) == 0
     assert "error: too long.\n" in capsys.readouterr().err
     assert server.bodies("/v1/chat/completions")[1]["messages"] == [{"role": "user", "content": "hi"}]
     give_input("xxx\nhi\n")
