@@ -43,8 +43,7 @@ class Keyboard:
         self.styled, self.lacks = self._session is not None, wanted and self._session is None
 
     def __iter__(self) -> Iterator[str]:
-        while (text := self.read()) is not None:
-            yield text
+        return iter(self.read, None)
 
     def read(self, default: str = "") -> str | None:
         """The next text that is not empty, None at the end; `default` is there to be edited, where it can be."""
