@@ -7,6 +7,7 @@ import dataclasses
 import hashlib
 import platform
 from collections.abc import Iterable
+from contextlib import suppress
 from pathlib import Path
 
 import torch
@@ -66,8 +67,6 @@ def _computer(kernels: str) -> str:
 
 def processor() -> str:
     """The processor's name, as far as the system tells it."""
-    try:
-        with Path("/proc/cpuinfo").open(encoding="utf-8", errors="replace") as lines:  # the first core says it
-            return next((line.strip() for line in lines if line.startswith("model name")), "")
-    except OSError:
-        return platform.processor()
+    with suppress(OSError), Path("/proc/cpuinfo").open(encoding="utf-8", errors="replace") as lines:
+        return next((line.strip() for line in lines if line.startswith("model name")), "")  # the first core says it
+    return platform.processor()
