@@ -74,7 +74,7 @@ def test_trees_and_configurations_that_say_how_many_are_measured_once(tmp_path: 
         (["--try", '{"method": "nigram"}'], "got 'nigram'"),
         (["--acceptance-rates", "1.5"], "--acceptance-rates"),
         (["--num-speculative-tokens", "0"], "at least 1"),
-        (["--num-speculative-tokens"], "--num-speculative-tokens needs a number"),
+        (["--num-speculative-tokens"], "--num-speculative-tokens: expected at least one"),
         (["--speculative-config", '{"method": "ngram"}'], "--try"),
         (["--dataset", "/nowhere.txt"], "--dataset /nowhere.txt"),
     ],

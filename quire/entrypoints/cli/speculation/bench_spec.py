@@ -79,14 +79,14 @@ def add_flags(parser: ArgumentParser) -> None:
     )
     what += "demo-draft, demo-medusa, demo-eagle, demo-eagle3"
     parser.add_argument("--try", action="append", dest="tried", type=json_object, metavar="JSON", help=what)
-    lists: list[tuple[str, Any, list[Any], str]] = [
-        ("--num-speculative-tokens", positive_int, [1, 3, 5], "most drafts, where no configuration says how many"),
-        ("--batch-sizes", positive_int, [1, 8], "sequences at a time"),
-        ("--acceptance-rates", _rate, [0.0, 0.5, 0.8], "of synthetic drafts; give none to leave them out"),
+    lists: list[tuple[str, str, Any, list[Any], str]] = [
+        ("--num-speculative-tokens", "+", positive_int, [1, 3, 5], "most drafts, where no configuration says how many"),
+        ("--batch-sizes", "+", positive_int, [1, 8], "sequences at a time"),
+        ("--acceptance-rates", "*", _rate, [0.0, 0.5, 0.8], "of synthetic drafts; give none to leave them out"),
     ]
-    for flag, of_type, default, help_text in lists:
+    for flag, count, of_type, default, help_text in lists:
         shown = f"{help_text} (default: {' '.join(map(str, default))})"
-        parser.add_argument(flag, nargs="*", type=of_type, default=default, metavar="N", help=shown)
+        parser.add_argument(flag, nargs=count, type=of_type, default=default, metavar="N", help=shown)
     add_counts(parser, ("--rounds", 3, "timed pairs of runs"), ("--output-len", 128, "tokens of each output"))
     help_text = 'prompts instead of a text to edit and one to make up: text, one a line, or .jsonl of {"prompt": ...}'
     parser.add_argument("--dataset", metavar="FILE", help=help_text)
@@ -100,9 +100,6 @@ def run(namespace: Namespace) -> None:
     args = engine_args_from(namespace)
     if args.speculative_config is not None:
         raise ConfigError("--speculative-config: name what is to be measured with --try.")
-    for name in ("num_speculative_tokens", "batch_sizes"):
-        if not getattr(namespace, name):
-            raise ConfigError(f"--{name.replace('_', '-')} needs a number at least.")
     for config in namespace.tried or []:
         SpeculativeConfig.read(_with_drafts(config, namespace.num_speculative_tokens[0]))
     found: list[Figures] = []
