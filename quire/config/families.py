@@ -15,26 +15,20 @@ Get = Callable[..., Any]  # get(key, default=None): a value of config.json, or t
 WindowRule = Callable[[Get, int], bool]
 
 
-def _every_layer(get: Get, layer: int) -> bool:
-    return True
+def _by_pattern(get: Get, layer: int) -> bool:
+    """Every layer, or all but every so manieth one where there is a pattern."""
+    every = get("sliding_window_pattern", default=0)
+    return not every or (layer + 1) % every > 0
 
 
 def _late_layers(get: Get, layer: int) -> bool:
-    """From max_window_layers on, where windows are switched on at all."""
-    return bool(get("use_sliding_window", default=False)) and layer >= get("max_window_layers", default=28)
+    """From max_window_layers on."""
+    return layer >= get("max_window_layers", default=28)
 
 
 def _early_even_layers(get: Get, layer: int) -> bool:
     """Every other layer before max_window_layers."""
     return layer % 2 == 0 and layer < get("max_window_layers", default=28)
-
-
-def _even_layers(get: Get, layer: int) -> bool:
-    return layer % 2 == 0
-
-
-def _all_but_every_nth(get: Get, layer: int) -> bool:
-    return (layer + 1) % get("sliding_window_pattern", default=6) != 0
 
 
 @dataclass(frozen=True)
@@ -61,7 +55,7 @@ class Family:
     defaults: Mapping[str, Any] = field(default_factory=dict)
     learned_positions: bool = False
     scaled_length: bool = False
-    windowed: WindowRule = _every_layer
+    windowed: WindowRule = _by_pattern
     plain_windows: bool = False
     window_switch: str = ""
     text_of: tuple[str, ...] = ()
@@ -74,30 +68,29 @@ _GEMMA: dict[str, Any] = {"tie_word_embeddings": True, "head_dim": 256, "max_pos
 _GLM: dict[str, Any] = {"num_key_value_heads": 2, "head_dim": 128, "max_position_embeddings": 131_072}
 _GLM |= {"rms_norm_eps": 1.5625e-7, "partial_rotary_factor": 0.5}
 _OLMO: dict[str, Any] = {"rms_norm_eps": 1e-5, "max_position_embeddings": 2048}
-_QWEN: dict[str, Any] = {"windowed": _late_layers, "window_switch": "use_sliding_window"}
+_QWEN: dict[str, Any] = {"window_switch": "use_sliding_window", "tokenizer_class": "Qwen2Tokenizer"}
 
 # fmt: off
 FAMILIES = (
     Family("CohereForCausalLM", "cohere", "cohere:build_cohere", _COHERE | {"rope_theta": 5e5}),
     Family("Cohere2ForCausalLM", "cohere2", "cohere:build_cohere2",
-        _COHERE | {"sliding_window": 4096, "sliding_window_pattern": 4}, windowed=_all_but_every_nth),
+        _COHERE | {"sliding_window": 4096, "sliding_window_pattern": 4}),
     Family("Exaone4ForCausalLM", "exaone4", "llama:build_exaone4",
-        _OLMO | {"num_key_value_heads": 32, "sliding_window": 4096, "sliding_window_pattern": 4},
-        windowed=_all_but_every_nth),
+        _OLMO | {"num_key_value_heads": 32, "sliding_window": 4096, "sliding_window_pattern": 4}),
     Family("GemmaForCausalLM", "gemma", "gemma:build_gemma", _GEMMA),
     Family("Gemma2ForCausalLM", "gemma2", "gemma:build_gemma2",
-        _GEMMA | {"num_key_value_heads": 4, "sliding_window": 4096}, windowed=_even_layers),
+        _GEMMA | {"num_key_value_heads": 4, "sliding_window": 4096, "sliding_window_pattern": 2}),
     Family("Gemma3ForCausalLM", "gemma3_text", "gemma:build_gemma3",
         _GEMMA | {"num_attention_heads": 8, "num_key_value_heads": 4, "vocab_size": 262_208, "sliding_window": 4096,
-            "max_position_embeddings": 131_072, "rope_theta": 1e6, "rope_local_base_freq": 1e4},
-        scaled_length=True, windowed=_all_but_every_nth),
+            "sliding_window_pattern": 6, "max_position_embeddings": 131_072, "rope_theta": 1e6,
+            "rope_local_base_freq": 1e4}, scaled_length=True),
     Family("GlmForCausalLM", "glm", "glm:build_glm", _GLM),
     Family("Glm4ForCausalLM", "glm4", "glm:build_glm4", _GLM),
     Family("GPT2LMHeadModel", "gpt2", "gpt2:build", {"tie_word_embeddings": True, "n_positions": 1024},
         learned_positions=True, tokenizer_class="GPT2Tokenizer"),
     Family("GptOssForCausalLM", "gpt_oss", "gpt_oss:build",
-        {"head_dim": 64, "num_key_value_heads": 8, "sliding_window": 128, "rope_theta": 150_000.0,
-            "max_position_embeddings": 131_072, "dtype": "bfloat16"}, windowed=_even_layers),
+        {"head_dim": 64, "num_key_value_heads": 8, "sliding_window": 128, "sliding_window_pattern": 2,
+            "rope_theta": 150_000.0, "max_position_embeddings": 131_072, "dtype": "bfloat16"}),
     Family("GraniteForCausalLM", "granite", "llama:build_granite"),
     Family("LlamaForCausalLM", "llama", "llama:build"),
     Family("MistralForCausalLM", "mistral", "llama:build_llama", {"num_key_value_heads": 8, "sliding_window": 4096},
@@ -106,22 +99,18 @@ FAMILIES = (
         tokenizer_overrides=True),
     Family("Olmo2ForCausalLM", "olmo2", "llama:build_olmo", _OLMO),
     Family("Olmo3ForCausalLM", "olmo3", "llama:build_olmo",
-        _OLMO | {"rope_theta": 5e5, "sliding_window": 4096, "sliding_window_pattern": 4}, windowed=_all_but_every_nth,
-        plain_windows=True),
+        _OLMO | {"rope_theta": 5e5, "sliding_window": 4096, "sliding_window_pattern": 4}, plain_windows=True),
     Family("OPTForCausalLM", "opt", "opt:build", {"tie_word_embeddings": True, "max_position_embeddings": 2048},
         learned_positions=True, tokenizer_class="GPT2Tokenizer"),
     Family("Phi3ForCausalLM", "phi3", "llama:build_phi3", {"rms_norm_eps": 1e-5, "max_position_embeddings": 4096}),
-    Family("Qwen2ForCausalLM", "qwen2", "llama:build_qwen2", {"sliding_window": 4096},
-        text_of=("qwen2_vl", "qwen2_vl_text", "qwen2_5_vl", "qwen2_5_vl_text"), tokenizer_class="Qwen2Tokenizer",
-        tokenizer_overrides=True, **_QWEN),
+    Family("Qwen2ForCausalLM", "qwen2", "llama:build_qwen2", {"sliding_window": 4096}, windowed=_late_layers,
+        text_of=("qwen2_vl", "qwen2_vl_text", "qwen2_5_vl", "qwen2_5_vl_text"), tokenizer_overrides=True, **_QWEN),
     Family("Qwen2MoeForCausalLM", "qwen2_moe", "qwen_moe:build_qwen2",
-        {"num_key_value_heads": 16, "sliding_window": 4096}, windowed=_early_even_layers,
-        window_switch="use_sliding_window", tokenizer_class="Qwen2Tokenizer"),
+        {"num_key_value_heads": 16, "sliding_window": 4096}, windowed=_early_even_layers, **_QWEN),
     Family("Qwen3ForCausalLM", "qwen3", "llama:build_qwen3", {"head_dim": 128, "sliding_window": 4096},
-        text_of=("qwen3_vl_text",), tokenizer_class="Qwen2Tokenizer", **_QWEN),
+        windowed=_late_layers, text_of=("qwen3_vl_text",), **_QWEN),
     Family("Qwen3MoeForCausalLM", "qwen3_moe", "qwen_moe:build_qwen3",
-        {"num_key_value_heads": 4, "sliding_window": 4096}, window_switch="use_sliding_window",
-        tokenizer_class="Qwen2Tokenizer"),
+        {"num_key_value_heads": 4, "sliding_window": 4096}, **_QWEN),
     Family("SeedOssForCausalLM", "seed_oss", "llama:build_seed_oss",
         {"head_dim": 128, "num_key_value_heads": 8, "max_position_embeddings": 524_288}),
     Family("SmolLM3ForCausalLM", "smollm3", "llama:build_smollm3",
