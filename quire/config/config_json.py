@@ -19,7 +19,8 @@ from quire.sampling_params import GENERATION_KEYS, SamplingParams
 
 logger = logging.getLogger(__name__)
 
-_UNSCALED_ROPE_TYPES = ("default", "llama3", "longrope", "su")  # max_position_embeddings is the scaled length already
+# Of which max_position_embeddings is the scaled length already.
+_UNSCALED_ROPE_TYPES = ("default", "llama3", "longrope", "mrope", "su")
 _DEFAULT_MAX_MODEL_LEN = 2048  # where config.json names no length
 _TOO_LARGE = 2**31  # no size of a model reaches it
 # Names of files that are not read -> what to say of them.
@@ -188,8 +189,6 @@ class ConfigReader:
         # A scaling says nothing of the frequencies that it scales.
         rope = {k: v for k, v in parameters.items() if not scaling or k in _KEPT_ROPE_KEYS} | scaling
         rope.setdefault("rope_type", rope.pop("type", "default"))
-        if rope["rope_type"] == "mrope":  # text has the same position along each of its axes
-            rope["rope_type"] = "default"
         rope.setdefault("rope_theta", self.get("rope_theta", default=10000.0))
         for key in ("rope_theta", "factor", "original_max_position_embeddings", "partial_rotary_factor"):
             if (value := rope.get(key)) is not None and not (_is_number(value) and 0 < value < _TOO_LARGE**2):

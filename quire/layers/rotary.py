@@ -163,4 +163,5 @@ ROPE_TYPES: dict[str, Callable[[RopeParameters], tuple[Tensor, float]]] = {
     "llama3": _llama3,
     "longrope": _longrope,
     "su": _longrope,  # its first name
+    "mrope": _default,  # text has the same position along each of its axes
 }

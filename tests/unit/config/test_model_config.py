@@ -303,7 +303,7 @@ def test_a_text_among_what_all_have(tmp_path: Path) -> None:
     rope = {"type": "mrope", "mrope_section": [2, 3, 3]}
     config = load(tmp_path, whole | {"vision_config": {"hidden_size": 3}, "rope_scaling": rope})
     assert (config.architecture, config.hidden_size) == ("Qwen2ForCausalLM", 64)
-    assert config.rope_parameters["rope_type"] == "default"
+    assert config.rope_parameters["rope_type"] == "mrope"
     assert config.derived_max_model_len == LLAMA["max_position_embeddings"]
 
 
