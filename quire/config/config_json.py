@@ -247,10 +247,7 @@ def _text_part(config: dict[str, Any]) -> dict[str, Any]:
     """The language model's part of a multi-modal config.json, under the architecture of the whole if it is not run."""
     text, names = config.get("text_config"), config.get("architectures")
     runs = isinstance(names, list) and not WITH_TEXT.isdisjoint(map(str, names[:1]))
-    if not isinstance(text, dict):
-        if not runs:
-            return config
-        text = {}  # it stands among what all have
+    text = text if isinstance(text, dict) else {}  # it may stand among what all have
     whole = {key: value for key, value in config.items() if key != "text_config"}
     part = whole | text | {key: whole[key] for key in ("architectures", "tie_word_embeddings") if whole.get(key)}
     family = family_of(part.get("model_type"))
