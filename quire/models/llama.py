@@ -39,18 +39,23 @@ class LlamaShape(AttentionForm):
         rotated: for each layer, whether it rotates queries and keys; () where all do.
         norm: makes a norm of a builder, where it is no RMSNorm.
         norms: where they stand.
+        norm_plus_one: norms of each head multiply by 1 + weight.
         embed_scale, score_scale, branch_scale, logit_scale: factors on embeddings, scores, on what a block adds to the
             residual stream, and on logits, where a family has its own.
+        score_cap, logit_cap: bounds of scores and logits, which are reached smoothly.
     """
 
     feed_forward: FeedForward | None = None
     rotated: tuple[bool, ...] = ()
     norm: Callable[[Builder], Norm] | None = None
     norms: NormOrder = "before"
+    norm_plus_one: bool = False
     embed_scale: float | None = None
     score_scale: float | None = None
     branch_scale: float | None = None
     logit_scale: float | None = None
+    score_cap: float | None = None
+    logit_cap: float | None = None
     form: CheckpointFormat = FORMAT
 
 
@@ -129,7 +134,8 @@ def build_llama(config: ModelConfig, builder: Builder, shape: LlamaShape = Llama
     """A model of Llama's shape; without switches, MistralForCausalLM."""
     size, eps = config.hidden_size, number(config, "rms_norm_eps", 1e-6)
     spec = llama_attention(config, build_rope(config))
-    spec = replace(spec, scale=shape.score_scale or spec.scale)
+    scale, plus_one = shape.score_scale or spec.scale, shape.norm_plus_one
+    spec = replace(spec, scale=scale, softcap=shape.score_cap, norm_plus_one=plus_one)
     window_rope = build_rope(config, config.window_rope_parameters) if config.window_rope_parameters else spec.rope
     feed_forward = shape.feed_forward or gated_mlp(config)
     norm = shape.norm or partial(Builder.rms_norm, size=size, eps=eps)
@@ -147,13 +153,16 @@ def build_llama(config: ModelConfig, builder: Builder, shape: LlamaShape = Llama
     embedding = body.embedding("embed_tokens", config.vocab_size, size)
     layers = body.layers(config.num_layers, layer)
     decoder = Decoder(embedding, layers, norm(body), embed_scale=shape.embed_scale)
-    return CausalLM(config, builder, decoder, embedding, shape.form, logit_scale=shape.logit_scale)
+    scales = {"logit_scale": shape.logit_scale, "logit_softcap": shape.logit_cap}
+    return CausalLM(config, builder, decoder, embedding, shape.form, **scales)
 
 
-def gated_mlp(config: ModelConfig, bias: bool = False, fused: bool = False) -> FeedForward:
+def gated_mlp(
+    config: ModelConfig, bias: bool = False, fused: bool = False, activation: str | None = None
+) -> FeedForward:
     """A gated MLP in each layer; `fused`: its gate is merged with what it is multiplied with."""
     size, inner = config.hidden_size, config.intermediate_size
-    activation = str(config.hf_config.get("hidden_act", "silu"))
+    activation = activation or str(config.hf_config.get("hidden_act", "silu"))
 
     def feed_forward(index: int, builder: Builder) -> nn.Module:
         return builder.gated_mlp(size, inner, activation=activation, bias=bias, fused=fused)
