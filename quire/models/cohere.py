@@ -10,7 +10,7 @@ from quire.config.model import ModelConfig
 from quire.errors import ModelLoadError
 from quire.models.builder import Builder
 from quire.models.causal_lm import CausalLM
-from quire.models.llama import LlamaShape, build_llama
+from quire.models.llama import LlamaShape, biases, build_llama
 from quire.models.settings import number
 
 
@@ -28,8 +28,7 @@ def build_cohere2(config: ModelConfig, builder: Builder) -> CausalLM:
 
 
 def _shape(config: ModelConfig) -> LlamaShape:
-    bias = bool(config.hf_config.get("attention_bias", False))
     eps = number(config, "layer_norm_eps", number(config, "layer_norm_epsilon", 1e-5))  # the latter a GGUF file's
     norm = partial(Builder.layer_norm, size=config.hidden_size, eps=eps, bias=False)
     scale = number(config, "logit_scale", 0.0625)
-    return LlamaShape(bias, bias, interleaved=True, norm=norm, norms="beside", logit_scale=scale)
+    return replace(biases(config), interleaved=True, norm=norm, norms="beside", logit_scale=scale)

@@ -14,7 +14,7 @@ from quire.config.model import ModelConfig
 from quire.errors import ModelLoadError
 from quire.models.builder import Builder
 from quire.models.causal_lm import CausalLM
-from quire.models.llama import LlamaShape, build_llama, gated_mlp
+from quire.models.llama import LlamaShape, biases, build_llama, gated_mlp
 from quire.models.settings import number
 
 TANH_GELU = "gelu_pytorch_tanh"
@@ -48,10 +48,8 @@ def _shape(config: ModelConfig, builder: Builder, activation: str) -> LlamaShape
     hf, size = config.hf_config, config.hidden_size
     if hf.get("use_bidirectional_attention"):
         raise ModelLoadError("use_bidirectional_attention is not supported: such a model generates no text.")
-    bias = bool(hf.get("attention_bias", False))
-    return LlamaShape(
-        bias,
-        bias,
+    return replace(
+        biases(config),
         feed_forward=gated_mlp(config, activation=activation),
         norm=partial(Builder.rms_norm, size=size, eps=number(config, "rms_norm_eps", 1e-6), plus_one=True),
         norm_plus_one=True,

@@ -15,7 +15,7 @@ from quire.errors import ModelLoadError
 from quire.layers.moe import Routing
 from quire.models.builder import Builder
 from quire.models.causal_lm import CausalLM
-from quire.models.llama import LlamaShape, build_llama
+from quire.models.llama import biases, build_llama
 from quire.models.settings import count, number
 from quire.models.weights import CheckpointFormat, Cut, TensorSpec
 from quire.ops.activation import OAI_LIMIT, OAI_SLOPE
@@ -60,10 +60,10 @@ def build(config: ModelConfig, builder: Builder) -> CausalLM:
             raise ModelLoadError(f"{said}; only {wanted} is supported.")
     top_k = count(config, "num_experts_per_tok", 4)
     routing = Routing(count(config, "num_local_experts", 128), top_k, renormalize=True)
-    bias = bool(config.hf_config.get("attention_bias", True))
 
     def experts(index: int, builder: Builder) -> nn.Module:
         sizes = config.hidden_size, config.intermediate_size
         return builder.experts(*sizes, routing, activation="swiglu_oai", bias=True)
 
-    return build_llama(config, builder, LlamaShape(bias, bias, sinks=True, feed_forward=experts, form=FORMAT))
+    shape = replace(biases(config, default=True), sinks=True, feed_forward=experts, form=FORMAT)
+    return build_llama(config, builder, shape)

@@ -61,13 +61,19 @@ class LlamaShape(AttentionForm):
 
 def build(config: ModelConfig, builder: Builder) -> CausalLM:
     """LlamaForCausalLM."""
-    return build_llama(config, builder, _biases(config))
+    return build_llama(config, builder, _all_biases(config))
 
 
-def _biases(config: ModelConfig) -> LlamaShape:
-    """That of a model whose config.json says which of its matrices have biases."""
-    bias, mlp_bias = (bool(config.hf_config.get(key, False)) for key in ("attention_bias", "mlp_bias"))
-    return LlamaShape(bias, bias, feed_forward=gated_mlp(config, mlp_bias))
+def biases(config: ModelConfig, default: bool = False) -> LlamaShape:
+    """That of a model whose config.json says whether its attention has biases."""
+    bias = bool(config.hf_config.get("attention_bias", default))
+    return LlamaShape(bias, bias)
+
+
+def _all_biases(config: ModelConfig) -> LlamaShape:
+    """As `biases`, where it says so of the MLP, too."""
+    feed_forward = gated_mlp(config, bool(config.hf_config.get("mlp_bias", False)))
+    return replace(biases(config), feed_forward=feed_forward)
 
 
 def build_qwen2(config: ModelConfig, builder: Builder) -> CausalLM:
@@ -77,14 +83,15 @@ def build_qwen2(config: ModelConfig, builder: Builder) -> CausalLM:
 
 def build_qwen3(config: ModelConfig, builder: Builder) -> CausalLM:
     """Qwen3ForCausalLM."""
-    bias = bool(config.hf_config.get("attention_bias", False))
-    return build_llama(config, builder, LlamaShape(bias, bias, head_norms=True))
+    return build_llama(config, builder, replace(biases(config), head_norms=True))
 
 
 def build_seed_oss(config: ModelConfig, builder: Builder) -> CausalLM:
     """SeedOssForCausalLM."""
     bias, output_bias = config.hf_config.get("attention_bias", True), config.hf_config.get("attention_out_bias", False)
-    return build_llama(config, builder, replace(_biases(config), qkv_bias=bool(bias), output_bias=bool(output_bias)))
+    return build_llama(
+        config, builder, replace(_all_biases(config), qkv_bias=bool(bias), output_bias=bool(output_bias))
+    )
 
 
 def build_smollm3(config: ModelConfig, builder: Builder) -> CausalLM:
@@ -97,13 +104,13 @@ def build_smollm3(config: ModelConfig, builder: Builder) -> CausalLM:
             f"config.json of model {config.model!r} has no_rope_layers = {rotated!r}; it must be a list of "
             f"{config.num_layers} numbers, one for each layer."
         )
-    return build_llama(config, builder, replace(_biases(config), rotated=tuple(map(bool, rotated))))
+    return build_llama(config, builder, replace(_all_biases(config), rotated=tuple(map(bool, rotated))))
 
 
 def build_granite(config: ModelConfig, builder: Builder) -> CausalLM:
     """GraniteForCausalLM."""
     shape = replace(
-        _biases(config),
+        _all_biases(config),
         embed_scale=number(config, "embedding_multiplier", 1.0),
         score_scale=number(config, "attention_multiplier", 1.0),
         branch_scale=number(config, "residual_multiplier", 1.0),
@@ -114,8 +121,7 @@ def build_granite(config: ModelConfig, builder: Builder) -> CausalLM:
 
 def build_olmo(config: ModelConfig, builder: Builder) -> CausalLM:
     """Olmo2ForCausalLM, and Olmo3ForCausalLM."""
-    bias = bool(config.hf_config.get("attention_bias", False))
-    return build_llama(config, builder, LlamaShape(bias, bias, whole_norms=True, norms="after"))
+    return build_llama(config, builder, replace(biases(config), whole_norms=True, norms="after"))
 
 
 def build_exaone4(config: ModelConfig, builder: Builder) -> CausalLM:

@@ -3,13 +3,15 @@
 Qwen2-MoE also has an expert that every token shares, weighed by a gate of its own.
 """
 
+from dataclasses import replace
+
 from torch import nn
 
 from quire.config.model import ModelConfig
 from quire.layers.moe import Routing
 from quire.models.builder import Builder
 from quire.models.causal_lm import CausalLM
-from quire.models.llama import FeedForward, LlamaShape, build_llama
+from quire.models.llama import FeedForward, LlamaShape, biases, build_llama
 from quire.models.settings import count, indices
 
 
@@ -23,10 +25,9 @@ def build_qwen2(config: ModelConfig, builder: Builder) -> CausalLM:
 
 def build_qwen3(config: ModelConfig, builder: Builder) -> CausalLM:
     """Qwen3MoeForCausalLM."""
-    bias = bool(config.hf_config.get("attention_bias", False))
     defaults = {"num_experts": 128, "num_experts_per_tok": 8, "moe_intermediate_size": 768}
     feed_forward = _feed_forward(config, defaults)
-    return build_llama(config, builder, LlamaShape(bias, bias, head_norms=True, feed_forward=feed_forward))
+    return build_llama(config, builder, replace(biases(config), head_norms=True, feed_forward=feed_forward))
 
 
 def _feed_forward(config: ModelConfig, defaults: dict[str, int], shared_size: int = 0) -> FeedForward:
