@@ -68,6 +68,7 @@ _GEMMA: dict[str, Any] = {"tie_word_embeddings": True, "head_dim": 256, "max_pos
 _GLM: dict[str, Any] = {"num_key_value_heads": 2, "head_dim": 128, "max_position_embeddings": 131_072}
 _GLM |= {"rms_norm_eps": 1.5625e-7, "partial_rotary_factor": 0.5}
 _OLMO: dict[str, Any] = {"rms_norm_eps": 1e-5, "max_position_embeddings": 2048}
+_QWEN_MOE = {"num_experts": 60, "num_experts_per_tok": 4, "moe_intermediate_size": 1408, "num_key_value_heads": 16}
 _QWEN: dict[str, Any] = {"window_switch": "use_sliding_window", "tokenizer_class": "Qwen2Tokenizer"}
 
 # fmt: off
@@ -106,11 +107,13 @@ FAMILIES = (
     Family("Qwen2ForCausalLM", "qwen2", "llama:build_qwen2", {"sliding_window": 4096}, windowed=_late_layers,
         text_of=("qwen2_vl", "qwen2_vl_text", "qwen2_5_vl", "qwen2_5_vl_text"), tokenizer_overrides=True, **_QWEN),
     Family("Qwen2MoeForCausalLM", "qwen2_moe", "qwen_moe:build_qwen2",
-        {"num_key_value_heads": 16, "sliding_window": 4096}, windowed=_early_even_layers, **_QWEN),
+        _QWEN_MOE | {"sliding_window": 4096}, windowed=_early_even_layers, **_QWEN),
     Family("Qwen3ForCausalLM", "qwen3", "llama:build_qwen3", {"head_dim": 128, "sliding_window": 4096},
         windowed=_late_layers, text_of=("qwen3_vl_text",), **_QWEN),
     Family("Qwen3MoeForCausalLM", "qwen3_moe", "qwen_moe:build_qwen3",
         {"num_key_value_heads": 4, "sliding_window": 4096}, **_QWEN),
+    Family("Qwen3VLMoeForCausalLM", "qwen3_vl_moe_text", "qwen3_vl_moe:build",
+        _QWEN_MOE | {"tie_word_embeddings": True, "rope_theta": 5e5}, tokenizer_class="Qwen2Tokenizer"),
     Family("SeedOssForCausalLM", "seed_oss", "llama:build_seed_oss",
         {"head_dim": 128, "num_key_value_heads": 8, "max_position_embeddings": 524_288}),
     Family("SmolLM3ForCausalLM", "smollm3", "llama:build_smollm3",
@@ -122,7 +125,7 @@ WITH_TEXT = frozenset(
     f"{name}ForConditionalGeneration"
     for name in (
         "Gemma3", "InternVL", "Llava", "LlavaNext", "LlavaOnevision", "Mistral3", "Qwen2Audio", "Qwen2VL", "Qwen2_5_VL",
-        "Qwen3VL", "Voxtral",
+        "Qwen3VL", "Qwen3VLMoe", "Voxtral",
     )
 )
 # fmt: on

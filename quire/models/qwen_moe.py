@@ -17,33 +17,34 @@ from quire.models.settings import count, indices
 
 def build_qwen2(config: ModelConfig, builder: Builder) -> CausalLM:
     """Qwen2MoeForCausalLM."""
-    hf = config.hf_config
-    defaults = {"num_experts": 60, "num_experts_per_tok": 4, "moe_intermediate_size": 1408}
-    feed_forward = _feed_forward(config, defaults, count(config, "shared_expert_intermediate_size", 5632, least=0))
-    return build_llama(config, builder, LlamaShape(bool(hf.get("qkv_bias", True)), feed_forward=feed_forward))
+    shared_size = count(config, "shared_expert_intermediate_size", 5632, least=0)
+    bias = bool(config.hf_config.get("qkv_bias", True))
+    return build_llama(config, builder, LlamaShape(bias, feed_forward=_feed_forward(config, shared_size=shared_size)))
 
 
 def build_qwen3(config: ModelConfig, builder: Builder) -> CausalLM:
     """Qwen3MoeForCausalLM."""
-    defaults = {"num_experts": 128, "num_experts_per_tok": 8, "moe_intermediate_size": 768}
-    feed_forward = _feed_forward(config, defaults)
-    return build_llama(config, builder, replace(biases(config), head_norms=True, feed_forward=feed_forward))
+    return build_llama(config, builder, qwen3_shape(config))
 
 
-def _feed_forward(config: ModelConfig, defaults: dict[str, int], shared_size: int = 0) -> FeedForward:
+def qwen3_shape(config: ModelConfig, renormalize: bool | None = None) -> LlamaShape:
+    """Qwen3-MoE's; `renormalize`: of the experts' weights, where config.json does not say whether."""
+    return replace(biases(config), head_norms=True, feed_forward=_feed_forward(config, renormalize))
+
+
+def _feed_forward(config: ModelConfig, renormalize: bool | None = None, shared_size: int = 0) -> FeedForward:
     """What follows attention in each layer: experts in every so manieth one, a plain MLP in those that are named."""
     hf, size = config.hf_config, config.hidden_size
-    num_experts = count(config, "num_experts", defaults["num_experts"], least=0)
-    num_experts = count(config, "num_local_experts", num_experts, least=0)
+    num_experts = count(config, "num_local_experts", count(config, "num_experts", 128, least=0), least=0)
+    renormalize = bool(hf.get("norm_topk_prob", False)) if renormalize is None else renormalize
     activation = str(hf.get("hidden_act") or "silu")
     sparse_step, dense = count(config, "decoder_sparse_step", 1), indices(config, "mlp_only_layers")
 
     def feed_forward(index: int, builder: Builder) -> nn.Module:
         if index in dense or num_experts == 0 or (index + 1) % sparse_step:
             return builder.gated_mlp(size, config.intermediate_size, activation=activation)
-        top_k = count(config, "num_experts_per_tok", defaults["num_experts_per_tok"])
-        routing = Routing(num_experts, top_k, bool(hf.get("norm_topk_prob", False)))
-        inner_size = count(config, "moe_intermediate_size", defaults["moe_intermediate_size"])
+        routing = Routing(num_experts, count(config, "num_experts_per_tok", 8), renormalize)
+        inner_size = count(config, "moe_intermediate_size", 768)
         return builder.experts(size, inner_size, routing, activation=activation, shared_size=shared_size)
 
     return feed_forward

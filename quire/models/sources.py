@@ -49,4 +49,4 @@ def open_source(model: CausalLM, config: ModelConfig, load_format: str) -> Tenso
 
 def _directory_source(config: ModelConfig, form: CheckpointFormat) -> TensorSource:
     source = SafetensorsSource(config.path, config.model)
-    return source if form.cut is None else CutSource(source, form.cut)
+    return source if form.cut is None else CutSource(source, form.cut, config.hidden_size)

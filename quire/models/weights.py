@@ -52,9 +52,9 @@ Cut = tuple[TensorSpec, Callable[[Tensor], Tensor]]  # a part of a tensor, and h
 class CutSource:
     """A `TensorSource` whose tensors are parts of another's."""
 
-    def __init__(self, source: TensorSource, cut: Callable[[TensorSpec], Iterable[Cut]]) -> None:
+    def __init__(self, source: TensorSource, cut: Callable[[TensorSpec, int], Iterable[Cut]], hidden_size: int) -> None:
         self._source, self.num_files = source, source.num_files
-        self._cuts = {spec.name: [*cut(spec)] for spec in source.specs}
+        self._cuts = {spec.name: [*cut(spec, hidden_size)] for spec in source.specs}
         self.specs = [spec for cuts in self._cuts.values() for spec, _ in cuts]
 
     def stream(self, skip: Collection[str]) -> Iterator[tuple[TensorSpec, Tensor]]:
@@ -78,14 +78,15 @@ class CheckpointFormat:
         names: (ours, theirs) pieces of names, replaced in order.
         ignored: endings of names that are no parameters (tables and masks that are computed here).
         transposed: endings of names of matrices stored [in, out] instead of [out, in].
-        cut: what a tensor is here, of checkpoints that hold several matrices as one; None where each is one.
+        cut: what a tensor is here, given the hidden size, of checkpoints that hold several matrices as one; None where
+            each is one.
     """
 
     prefix: str = "model."
     names: tuple[tuple[str, str], ...] = ()
     ignored: tuple[str, ...] = ()
     transposed: tuple[str, ...] = ()
-    cut: Callable[[TensorSpec], Iterable[Cut]] | None = None
+    cut: Callable[[TensorSpec, int], Iterable[Cut]] | None = None
 
     def checkpoint_name(self, ours: str) -> str:
         """The checkpoint's name of what is called `ours` here."""

@@ -375,6 +375,9 @@ SEEING: dict[str, tuple[str, str, dict[str, Any]]] = {
     "qwen2-vl": _seeing("Qwen2VL", MROPE, {"depth": 1, "embed_dim": 16, "num_heads": 2, "hidden_size": 32}),
     "qwen2.5-vl": _seeing("Qwen2_5_VL", MROPE, QWEN_VISION),
     "qwen3-vl": _seeing("Qwen3VL", MROPE | {"head_dim": 8}, QWEN3_VISION),
+    "qwen3-vl-moe": _seeing(
+        "Qwen3VLMoe", QWEN_MOE | {"head_dim": 8, "rope_parameters": MROPE["rope_parameters"]}, QWEN3_VISION
+    ),
     "voxtral": _seeing("Voxtral", LLAMA | {"model_type": "llama"}, AUDIO, "audio"),
 }
 WITH_EXPERTS = ("mixtral", "qwen2-moe", "qwen3-moe", "gpt-oss")
