@@ -3,8 +3,9 @@
 Mistral (arXiv:2310.06825), whose windows `ModelConfig` has resolved; Phi-3 (arXiv:2404.14219), whose checkpoints merge
 matrices; Qwen2 (arXiv:2407.10671), with biases on queries, keys and values; Qwen3 (arXiv:2505.09388), with a norm on
 each head of queries and keys; Seed-OSS; SmolLM3, with layers that don't rotate; Granite, with factors on what is added;
-OLMo 2 and 3 (arXiv:2501.00656), with norms after each block and of whole queries and keys; and EXAONE 4, of both
-sorts, are this with a few switches, and are built here. Their mixtures of experts build themselves with `build_llama`.
+OLMo 2 and 3 (arXiv:2501.00656), with norms after each block and of whole queries and keys; EXAONE 4, of both sorts; and
+ERNIE 4.5, of whose features neighbours rotate together, are this with a few switches, and are built here. Their
+mixtures of experts build themselves with `build_llama`.
 """
 
 from collections.abc import Callable, Mapping
@@ -122,6 +123,13 @@ def build_granite(config: ModelConfig, builder: Builder) -> CausalLM:
 def build_olmo(config: ModelConfig, builder: Builder) -> CausalLM:
     """Olmo2ForCausalLM, and Olmo3ForCausalLM."""
     return build_llama(config, builder, replace(biases(config), whole_norms=True, norms="after"))
+
+
+def build_ernie(config: ModelConfig, builder: Builder) -> CausalLM:
+    """Ernie4_5ForCausalLM."""
+    bias = bool(config.hf_config.get("use_bias", False))
+    shape = LlamaShape(bias, bias, interleaved=True, feed_forward=gated_mlp(config, bias))
+    return build_llama(config, builder, shape)
 
 
 def build_exaone4(config: ModelConfig, builder: Builder) -> CausalLM:

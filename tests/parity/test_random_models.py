@@ -156,6 +156,10 @@ def cohere2(dice: Dice) -> Drawn:
     return layer_types(dice, cohere(dice)) | {"sliding_window": dice.choice([5, 24, 70])}
 
 
+def ernie(dice: Dice) -> Drawn:
+    return own_heads(dice) | {"use_bias": dice.random() < 0.5}
+
+
 def exaone4(dice: Dice) -> Drawn:
     found = own_heads(dice) | {"sliding_window": dice.choice([5, 24, 70])}
     full = {"sliding_window": None, "layer_types": ["full_attention"] * found["num_hidden_layers"]}
@@ -229,6 +233,7 @@ DRAWS: dict[str, Callable[[Dice], Drawn]] = {
     "olmo3": olmo3,
     "cohere": cohere,
     "cohere2": cohere2,
+    "ernie4.5": ernie,
     "exaone4": exaone4,
     "glm": glm,
     "glm4": glm,

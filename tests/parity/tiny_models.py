@@ -303,6 +303,12 @@ CASES: dict[str, tuple[str, str, dict[str, Any]]] = {
             "layer_norm_eps": 1e-3,
         },
     ),
+    "ernie4.5": ("Ernie4_5Config", "Ernie4_5ForCausalLM", LLAMA | {"head_dim": 16, "tie_word_embeddings": True}),
+    "ernie4.5-biases": (
+        "Ernie4_5Config",
+        "Ernie4_5ForCausalLM",
+        LLAMA | {"head_dim": 12, "use_bias": True, "num_key_value_heads": 1, "rope_scaling": LLAMA3},
+    ),
     "exaone4": (
         "Exaone4Config",
         "Exaone4ForCausalLM",
