@@ -10,6 +10,8 @@ inline vf silu(vf x) { return x / (1.0f + exp(-x)); }
 inline vf gelu(vf x) { return 0.5f * x * (1.0f + erf(x * 0.70710678118654752f)); }
 inline vf gelu_tanh(vf x) { return 0.5f * x * (1.0f + tanh(0.79788456080286536f * (x + 0.044715f * x * x * x))); }
 
+inline vf relu(vf x) { return select(x < vf{}, vf{}, x); }  // NaN stays
+
 // gpt-oss's gate: one that opens no further than this, and what it opens is held within it on both sides. NaN stays.
 constexpr float kOaiLimit = 7.0f, kOaiSlope = 1.702f;
 inline vf swiglu_oai(vf x) {
@@ -27,7 +29,8 @@ inline vf activate(vf x) {
         case Epilogue::gelu_mul: return gelu(x);
         case Epilogue::gelu_tanh:
         case Epilogue::gelu_tanh_mul: return gelu_tanh(x);
-        case Epilogue::relu: return select(x < vf{}, vf{}, x);  // NaN stays
+        case Epilogue::relu: return relu(x);
+        case Epilogue::relu2: return relu(x) * relu(x);
         case Epilogue::swiglu_oai_mul: return swiglu_oai(x);
         default: return x;
     }
@@ -68,6 +71,7 @@ void activation_of(const ActivationSpec& s, const Operands& o, Context& context)
         case Epilogue::gelu: return activate_rows<T, Epilogue::gelu>(s, o, context);
         case Epilogue::gelu_tanh: return activate_rows<T, Epilogue::gelu_tanh>(s, o, context);
         case Epilogue::relu: return activate_rows<T, Epilogue::relu>(s, o, context);
+        case Epilogue::relu2: return activate_rows<T, Epilogue::relu2>(s, o, context);
         case Epilogue::gelu_mul: return activate_rows<T, Epilogue::gelu_mul>(s, o, context);
         case Epilogue::gelu_tanh_mul: return activate_rows<T, Epilogue::gelu_tanh_mul>(s, o, context);
         case Epilogue::silu: return activate_rows<T, Epilogue::silu>(s, o, context);

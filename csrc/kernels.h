@@ -17,7 +17,7 @@
 namespace quire {
 
 // What follows a product. The gated ones, *_mul, halve the columns: function(first half) * second half.
-enum class Epilogue : int32_t { none = 0, silu_mul = 1, gelu = 2, gelu_tanh = 3, relu = 4, gelu_mul = 5, gelu_tanh_mul = 6, silu = 7, swiglu_oai_mul = 8 };
+enum class Epilogue : int32_t { none = 0, silu_mul = 1, gelu = 2, gelu_tanh = 3, relu = 4, gelu_mul = 5, gelu_tanh_mul = 6, silu = 7, swiglu_oai_mul = 8, relu2 = 9 };
 
 constexpr bool is_gated(Epilogue e) {
     return e == Epilogue::silu_mul || e == Epilogue::gelu_mul || e == Epilogue::gelu_tanh_mul || e == Epilogue::swiglu_oai_mul;

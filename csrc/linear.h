@@ -114,6 +114,7 @@ void finish_with(const LinearArgs& a, const Sums& s) {
         case Epilogue::gelu: return run(finish_rows<T, Out, Epilogue::gelu>);
         case Epilogue::gelu_tanh: return run(finish_rows<T, Out, Epilogue::gelu_tanh>);
         case Epilogue::relu: return run(finish_rows<T, Out, Epilogue::relu>);
+        case Epilogue::relu2: return run(finish_rows<T, Out, Epilogue::relu2>);
         case Epilogue::gelu_mul: return run(finish_rows<T, Out, Epilogue::gelu_mul>);
         case Epilogue::gelu_tanh_mul: return run(finish_rows<T, Out, Epilogue::gelu_tanh_mul>);
         case Epilogue::silu: return run(finish_rows<T, Out, Epilogue::silu>);

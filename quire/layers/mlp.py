@@ -11,6 +11,7 @@ from quire.ops.activation import Activation
 # By name: plain, and as the gate of a gated MLP; None where no model has it so.
 ACTIVATIONS: dict[str, tuple[Activation | None, Activation | None]] = {
     "relu": (ops.relu, None),
+    "relu2": (ops.relu2, None),
     "silu": (None, ops.silu_and_mul),
     "swiglu_oai": (None, ops.swiglu_oai),
     "gelu": (ops.gelu, ops.gelu_and_mul),

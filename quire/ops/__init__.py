@@ -8,6 +8,7 @@ don't see the difference (`quire.ops.table`). Nothing here knows models, batches
 # ruff: noqa: F401 - others import these from here
 
 from quire.ops.activation import gelu, gelu_and_mul, gelu_tanh, gelu_tanh_and_mul, relu, silu, silu_and_mul, swiglu_oai
+from quire.ops.activation import relu2 as relu2
 from quire.ops.attention import attend, paged_attention
 from quire.ops.elementwise import add, scale, softcap
 from quire.ops.embedding import embedding

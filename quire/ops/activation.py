@@ -84,3 +84,5 @@ gelu_and_mul = _activation("gelu_and_mul", Epilogue.GELU_MUL, _gelu)
 gelu_tanh = _activation("gelu_tanh", Epilogue.GELU_TANH, _gelu_tanh)
 gelu_tanh_and_mul = _activation("gelu_tanh_and_mul", Epilogue.GELU_TANH_MUL, _gelu_tanh)
 relu = _activation("relu", Epilogue.RELU, torch.relu)
+# Its square (arXiv:2109.08668).
+relu2 = _activation("relu2", Epilogue.RELU2, lambda wide: torch.relu(wide).square_())

@@ -22,7 +22,9 @@ Type = IntEnum(
     start=0,
 )
 # What follows a product before it is stored.
-Epilogue = IntEnum("Epilogue", "NONE SILU_MUL GELU GELU_TANH RELU GELU_MUL GELU_TANH_MUL SILU SWIGLU_OAI_MUL", start=0)
+Epilogue = IntEnum(
+    "Epilogue", "NONE SILU_MUL GELU GELU_TANH RELU GELU_MUL GELU_TANH_MUL SILU SWIGLU_OAI_MUL RELU2", start=0
+)
 # function(first half) * second half, of which one makes more first
 GATED = frozenset({Epilogue.SILU_MUL, Epilogue.GELU_MUL, Epilogue.GELU_TANH_MUL, Epilogue.SWIGLU_OAI_MUL})
 

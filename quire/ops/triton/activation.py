@@ -28,7 +28,8 @@ def activate(x, NAME: tl.constexpr):
         held = tl.where(x > OAI_LIMIT, OAI_LIMIT, x)
         return held / (1.0 + tl.exp(held * -OAI_SLOPE))
     else:
-        return tl.where(x < 0.0, 0.0, x)  # which keeps a NaN
+        x = tl.where(x < 0.0, 0.0, x)  # which keeps a NaN
+        return x * x if NAME == "relu2" else x
 
 
 @triton.jit
@@ -67,7 +68,7 @@ def _run(x: Tensor, name: str, gated: bool) -> Tensor:
 # By the operations' names.
 ACTIVATIONS: dict[str, Callable[..., Tensor]] = {
     name + suffix: partial(_run, name=name, gated=bool(suffix))
-    for name in ("silu", "gelu", "gelu_tanh", "relu")
+    for name in ("silu", "gelu", "gelu_tanh", "relu", "relu2")
     for suffix in ("", "_and_mul")
-    if name != "relu" or not suffix
+    if not name.startswith("relu") or not suffix
 } | {"swiglu_oai": partial(_run, name="swiglu_oai", gated=True)}

@@ -157,6 +157,7 @@ FUNCTIONS: dict[Epilogue, Callable[[Tensor], Tensor]] = {
     Epilogue.GELU: F.gelu,
     Epilogue.GELU_TANH: lambda x: F.gelu(x, approximate="tanh"),
     Epilogue.RELU: F.relu,
+    Epilogue.RELU2: lambda x: F.relu(x).square(),
     Epilogue.SILU: F.silu,
     Epilogue.GELU_MUL: lambda x: F.gelu(x.chunk(2, -1)[0]) * x.chunk(2, -1)[1],
     Epilogue.GELU_TANH_MUL: lambda x: F.gelu(x.chunk(2, -1)[0], approximate="tanh") * x.chunk(2, -1)[1],

@@ -67,6 +67,7 @@ def cases(size: int, dtype: torch.dtype) -> dict[str, Case]:
         "gelu": Case(ops.gelu, F.gelu),
         "gelu_tanh": Case(ops.gelu_tanh, lambda x: F.gelu(x, approximate="tanh")),
         "relu": Case(ops.relu, F.relu, 0.0),
+        "relu2": Case(ops.relu2, lambda x: F.relu(x).square()),
         "twice": Case(lambda x: x + x, lambda x: x + x, 0.0),
     }
 

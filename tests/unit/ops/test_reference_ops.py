@@ -55,6 +55,7 @@ def rowwise(name: str, size: int, dtype: torch.dtype):
         "gelu": (ops.gelu, F.gelu),
         "gelu_tanh": (ops.gelu_tanh, lambda x: F.gelu(x, approximate="tanh")),
         "relu": (ops.relu, F.relu),
+        "relu2": (ops.relu2, lambda x: F.relu(x).square()),
         "rotary": (rotary, rotated),
     }[name]
 
@@ -70,6 +71,7 @@ NAMES = [
     "gelu",
     "gelu_tanh",
     "relu",
+    "relu2",
     "rotary",
 ]
 POSITION_DEPENDENT = ("rotary",)

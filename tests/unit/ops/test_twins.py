@@ -33,6 +33,7 @@ SHAPES: dict[str, Arguments] = {
     "layer_norm": lambda n, t: (1, [vector(n, t), vector(n, t, 8), 1e-5]),
     "linear": lambda n, t: (1, [draw(33, n, dtype=t, seed=9) * n**-0.5, vector(33, t)]),
     "relu": lambda n, t: (1, []),
+    "relu2": lambda n, t: (1, []),
     "rms_norm": lambda n, t: (1, [vector(n, t), 1e-5, True]),
     "rms_norm_first": lambda n, t: (1, [vector(n // 2, t), 1e-5]),
     "scale": lambda n, t: (1, [-1.7]),

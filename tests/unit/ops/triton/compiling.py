@@ -101,7 +101,7 @@ def every_kernel() -> None:
     ops.add_rms_norm(x, x, vector, 1e-6, True)
     ops.layer_norm(x, vector, vector, 1e-6)
     ops.embedding(torch.zeros(3, dtype=torch.int32), matrix)
-    for name in ("silu_and_mul", "gelu_and_mul", "gelu_tanh", "relu", "swiglu_oai"):
+    for name in ("silu_and_mul", "gelu_and_mul", "gelu_tanh", "relu", "relu2", "swiglu_oai"):
         OPERATIONS[name](x)
     for rows in (1, 130, 8192):
         ops.integer_linear(x[:rows].to(torch.int8), matrix.to(torch.int8))

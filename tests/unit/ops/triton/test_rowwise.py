@@ -17,6 +17,7 @@ ACTIVATIONS = [
     "gelu_tanh",
     "gelu_tanh_and_mul",
     "relu",
+    "relu2",
     "swiglu_oai",
 ]
 
