@@ -73,6 +73,7 @@ _QWEN: dict[str, Any] = {"window_switch": "use_sliding_window", "tokenizer_class
 
 # fmt: off
 FAMILIES = (
+    Family("ArceeForCausalLM", "arcee", "arcee:build", {"rms_norm_eps": 1e-5, "max_position_embeddings": 4096}),
     Family("CohereForCausalLM", "cohere", "cohere:build_cohere", _COHERE | {"rope_theta": 5e5}),
     Family("Cohere2ForCausalLM", "cohere2", "cohere:build_cohere2",
         _COHERE | {"sliding_window": 4096, "sliding_window_pattern": 4}),
@@ -122,6 +123,8 @@ FAMILIES = (
     Family("SmolLM3ForCausalLM", "smollm3", "llama:build_smollm3",
         {"tie_word_embeddings": True, "num_key_value_heads": 4, "rope_theta": 2e6, "max_position_embeddings": 32_768},
         window_switch="use_sliding_window"),
+    Family("Starcoder2ForCausalLM", "starcoder2", "starcoder2:build",
+        {"tie_word_embeddings": True, "num_key_value_heads": 2, "max_position_embeddings": 4096}),
 )
 # Models that see or hear, of which the language model is run alone, where it is of one of these families.
 WITH_TEXT = frozenset(

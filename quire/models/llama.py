@@ -184,6 +184,13 @@ def gated_mlp(
     return feed_forward
 
 
+def plain_mlp(config: ModelConfig, activation: str, bias: bool) -> FeedForward:
+    """A plain MLP in each layer; `activation` where config.json names none."""
+    size, inner = config.hidden_size, config.intermediate_size
+    activation = str(config.hf_config.get("hidden_act", activation))
+    return lambda index, builder: builder.mlp(size, inner, activation=activation, bias=bias)
+
+
 def llama_attention(config: ModelConfig, rope: Tensor) -> AttentionSpec:
     """The attention that all layers of such a model have, windows aside."""
     dim, eps = config.head_dim, number(config, "rms_norm_eps", 1e-6)

@@ -156,6 +156,15 @@ def cohere2(dice: Dice) -> Drawn:
     return layer_types(dice, cohere(dice)) | {"sliding_window": dice.choice([5, 24, 70])}
 
 
+def arcee(dice: Dice) -> Drawn:
+    return biased(dice) | {"head_dim": None, "hidden_act": dice.choice(["relu2", "relu", "gelu"])}
+
+
+def starcoder2(dice: Dice) -> Drawn:
+    found = llama(dice) | {"use_bias": dice.random() < 0.6, "sliding_window": dice.choice([None, 7, 40])}
+    return found | {"norm_epsilon": dice.choice([1e-5, 1e-3]), "hidden_act": dice.choice(["relu2", "relu", *GELUS])}
+
+
 def ernie(dice: Dice) -> Drawn:
     return own_heads(dice) | {"use_bias": dice.random() < 0.5}
 
@@ -234,6 +243,8 @@ DRAWS: dict[str, Callable[[Dice], Drawn]] = {
     "cohere": cohere,
     "cohere2": cohere2,
     "ernie4.5": ernie,
+    "arcee": arcee,
+    "starcoder2": starcoder2,
     "exaone4": exaone4,
     "glm": glm,
     "glm4": glm,

@@ -218,6 +218,22 @@ CASES: dict[str, tuple[str, str, dict[str, Any]]] = {
         "SmolLM3ForCausalLM",
         LLAMA | {"no_rope_layers": [0, 1], "use_sliding_window": True, "sliding_window": 24, "attention_bias": True},
     ),
+    "arcee": ("ArceeConfig", "ArceeForCausalLM", LLAMA),
+    "arcee-biases": (
+        "ArceeConfig",
+        "ArceeForCausalLM",
+        LLAMA | {"attention_bias": True, "mlp_bias": True, "tie_word_embeddings": True, "rope_scaling": YARN},
+    ),
+    "starcoder2": (
+        "Starcoder2Config",
+        "Starcoder2ForCausalLM",
+        LLAMA | {"sliding_window": 24, "tie_word_embeddings": True},
+    ),
+    "starcoder2-plain": (
+        "Starcoder2Config",
+        "Starcoder2ForCausalLM",
+        LLAMA | {"use_bias": False, "hidden_act": "relu", "norm_epsilon": 1e-3, "num_key_value_heads": 4},
+    ),
     "olmo2": ("Olmo2Config", "Olmo2ForCausalLM", LLAMA),
     "olmo2-biases": (
         "Olmo2Config",
@@ -394,6 +410,8 @@ FAMILIES = (
     "qwen3",
     "granite",
     "smollm3",
+    "arcee",
+    "starcoder2",
     "olmo2",
     "glm4",
     "exaone4",

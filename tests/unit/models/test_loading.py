@@ -203,7 +203,7 @@ def test_opt_names(make) -> None:
 
 
 def test_unknown_architecture_lists_the_supported_ones(make) -> None:
-    with pytest.raises(ModelLoadError, match="'BertModel'.*not supported; supported are Cohere2ForCausalLM, Cohere"):
+    with pytest.raises(ModelLoadError, match="'BertModel'.*not supported; supported are ArceeForCausalLM, Cohere2For"):
         make(LLAMA | {"architectures": ["BertModel"]})
     assert len(BY_ARCHITECTURE) == len(FAMILIES)
 
