@@ -201,8 +201,7 @@ class Builder:
             assert isinstance(size, int)
             return self._note(self._whole_norm_attention(size, spec, form))
         outputs = sum(parts.values()) if form.fused else parts
-        q_norm = self.rms_norm(spec.head_dim, spec.norm_eps) if form.head_norms else None
-        k_norm = self.rms_norm(spec.head_dim, spec.norm_eps) if form.head_norms else None
+        q_norm, k_norm = (self.rms_norm(spec.head_dim, spec.norm_eps) if form.head_norms else None for _ in "qk")
         norms = {"q_norm": q_norm and q_norm.weight, "k_norm": k_norm and k_norm.weight}
         # In float32 whatever the model's type, as kernels read them: what is loaded later is seen by all.
         sinks = nn.Parameter(torch.empty(spec.num_heads), requires_grad=False) if form.sinks else None

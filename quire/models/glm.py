@@ -17,7 +17,6 @@ FORMAT = CheckpointFormat(
         (".pre_feedforward_layernorm.", ".post_attention_layernorm."),
         (".post_feedforward_layernorm.", ".post_mlp_layernorm."),
     ),
-    ignored=(".rotary_emb.inv_freq",),
 )
 
 

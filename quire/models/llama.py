@@ -26,8 +26,6 @@ from quire.models.decoder import Decoder, DecoderLayer, NormOrder, decoder_layer
 from quire.models.settings import count, number
 from quire.models.weights import CheckpointFormat
 
-FORMAT = CheckpointFormat(ignored=(".rotary_emb.inv_freq",))
-
 FeedForward = Callable[[int, Builder], nn.Module]  # (layer, builder of what follows its attention) -> the module
 
 
@@ -57,7 +55,7 @@ class LlamaShape(AttentionForm):
     logit_scale: float | None = None
     score_cap: float | None = None
     logit_cap: float | None = None
-    form: CheckpointFormat = FORMAT
+    form: CheckpointFormat = CheckpointFormat()
 
 
 def build(config: ModelConfig, builder: Builder) -> CausalLM:
@@ -171,17 +169,11 @@ def build_llama(config: ModelConfig, builder: Builder, shape: LlamaShape = Llama
     return CausalLM(config, builder, decoder, embedding, shape.form, **scales)
 
 
-def gated_mlp(
-    config: ModelConfig, bias: bool = False, fused: bool = False, activation: str | None = None
-) -> FeedForward:
+def gated_mlp(config: ModelConfig, bias: bool = False, fused: bool = False, activation: str = "") -> FeedForward:
     """A gated MLP in each layer; `fused`: its gate is merged with what it is multiplied with."""
     size, inner = config.hidden_size, config.intermediate_size
     activation = activation or str(config.hf_config.get("hidden_act", "silu"))
-
-    def feed_forward(index: int, builder: Builder) -> nn.Module:
-        return builder.gated_mlp(size, inner, activation=activation, bias=bias, fused=fused)
-
-    return feed_forward
+    return lambda index, builder: builder.gated_mlp(size, inner, activation=activation, bias=bias, fused=fused)
 
 
 def plain_mlp(config: ModelConfig, activation: str, bias: bool) -> FeedForward:

@@ -12,7 +12,6 @@ from quire.models.weights import CheckpointFormat
 
 FORMAT = CheckpointFormat(
     names=((".mlp.", ".block_sparse_moe."), (".gate_proj.", ".w1."), (".up_proj.", ".w3."), (".down_proj.", ".w2.")),
-    ignored=(".rotary_emb.inv_freq",),
 )
 
 

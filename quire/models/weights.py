@@ -84,7 +84,7 @@ class CheckpointFormat:
 
     prefix: str = "model."
     names: tuple[tuple[str, str], ...] = ()
-    ignored: tuple[str, ...] = ()
+    ignored: tuple[str, ...] = (".rotary_emb.inv_freq",)
     transposed: tuple[str, ...] = ()
     cut: Callable[[TensorSpec, int], Iterable[Cut]] | None = None
 

@@ -12,8 +12,8 @@ from quire.entrypoints.cli.plan import make_plan
 from quire.entrypoints.server.catalog import _folders
 from quire.errors import ConfigError, ModelLoadError
 from quire.models.gguf import GGUFSource
-from quire.models.llama import FORMAT
 from quire.models.registry import DTYPES
+from quire.models.weights import CheckpointFormat
 from quire.utils.hub import resolve_model_path
 
 gguf = pytest.importorskip("gguf")
@@ -167,7 +167,7 @@ def test_values_are_the_packages(tmp_path: Path, name: str) -> None:
 
     gguf_files.convert(DEMO, path, Kind.BF16, change=replace)
     config = EngineArgs(str(path)).resolve().model
-    source = GGUFSource(config, FORMAT, DTYPES[config.dtype], {})
+    source = GGUFSource(config, CheckpointFormat(), DTYPES[config.dtype], {})
     found = {spec.name: tensor.clone() for spec, tensor in source.stream(())}["model.layers.1.mlp.up_proj.weight"]
     expected = gguf_files.torch_of(gguf.quants.dequantize(data, kind)).bfloat16()
     assert found.equal(expected)
