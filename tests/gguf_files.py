@@ -24,6 +24,7 @@ ARCHITECTURES = {
     "gpt2": "gpt2", "phi3": "phi3", "granite": "granite", "smollm3": "smollm3", "seed_oss": "seed_oss",
     "qwen2_5_vl": "qwen2vl", "qwen3_vl": "qwen3vl", "olmo2": "olmo2", "olmo3": "olmo2", "glm4": "glm4",
     "exaone4": "exaone4", "cohere": "command-r", "cohere2": "cohere2",
+    "arcee": "arcee", "starcoder2": "starcoder2", "ernie4_5": "ernie4_5", "qwen3_vl_moe": "qwen3vlmoe",
 }  # fmt: skip
 
 
@@ -88,17 +89,23 @@ def _add_tensor(writer: GGUFWriter, name: str, values: np.ndarray, kind: Kind, d
 def _joined_experts(tensors: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
     """Experts of a layer in one tensor, under names that the gguf package knows."""
     joined: dict[str, list[np.ndarray]] = {}
+    whole: dict[str, np.ndarray] = {}  # of those that have been together, as transformers writes Qwen3-VL-MoE's
     for name, values in tensors.items():
         parts = name.split(".")
+        if parts[-2] == "experts":
+            halves = ("gate_proj", "up_proj") if parts[-1] == "gate_up_proj" else parts[-1:]
+            own = np.split(values, len(halves), axis=1)
+            whole |= {f"{name.rpartition('.')[0]}.{half}.weight": x for half, x in zip(halves, own, strict=True)}
+            continue
         if "experts" in parts:
             del parts[parts.index("experts") + 1]
         joined.setdefault(".".join(parts), []).append(values)
-    return {name: np.stack(found) if "experts" in name else found[0] for name, found in joined.items()}
+    return whole | {name: np.stack(found) if "experts" in name else found[0] for name, found in joined.items()}
 
 
 def _as_converted(name: str, values: np.ndarray, config: dict[str, Any], arch: str) -> np.ndarray:
     heads = {"q_proj": config.get("num_attention_heads"), "k_proj": config.get("num_key_value_heads")}
-    if arch in ("llama", "granite", "smollm3") and (count := heads.get(name.split(".")[-2])):
+    if arch in ("arcee", "llama", "granite", "smollm3") and (count := heads.get(name.split(".")[-2])):
         values = values.reshape(count, 2, -1, *values.shape[1:]).swapaxes(1, 2).reshape(values.shape)
     if arch.startswith("gemma") and name.endswith("norm.weight"):
         values = values + 1
@@ -126,7 +133,7 @@ def _add_config(writer: GGUFWriter, config: dict[str, Any], arch: str) -> None:
         (writer.add_head_count_kv, get("num_key_value_heads")),
         (writer.add_key_length, get("head_dim")),
         (writer.add_layer_norm_rms_eps, get("rms_norm_eps")),
-        (writer.add_layer_norm_eps, get("layer_norm_epsilon", "layer_norm_eps")),
+        (writer.add_layer_norm_eps, get("layer_norm_epsilon", "layer_norm_eps", "norm_epsilon")),
         (writer.add_rope_freq_base, rope.get("rope_theta")),
         (writer.add_embedding_scale, get("embedding_multiplier")),
         (writer.add_attention_scale, get("attention_multiplier")),

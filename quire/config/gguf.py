@@ -17,6 +17,7 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
+from quire.config.families import family_of
 from quire.errors import ModelLoadError
 
 _SCALARS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}
@@ -293,28 +294,23 @@ _KEYS = {
     "expert_feed_forward_length": "moe_intermediate_size",
     "expert_shared_feed_forward_length": "shared_expert_intermediate_size",
 }
-# Architectures of llama.cpp -> ours, and what its code has where the file is silent.
-_ARCHITECTURES: dict[str, tuple[str, dict[str, Any]]] = {
-    "llama": ("LlamaForCausalLM", {}),
-    "qwen2": ("Qwen2ForCausalLM", {}),
-    "qwen2moe": ("Qwen2MoeForCausalLM", {"norm_topk_prob": False}),
-    "qwen2vl": ("Qwen2ForCausalLM", {}),
-    "qwen3": ("Qwen3ForCausalLM", {}),
-    "qwen3moe": ("Qwen3MoeForCausalLM", {"norm_topk_prob": True}),
-    "qwen3vl": ("Qwen3ForCausalLM", {}),
-    "gemma": ("GemmaForCausalLM", {}),
-    "gemma2": ("Gemma2ForCausalLM", {"attn_logit_softcapping": 50.0, "final_logit_softcapping": 30.0}),
-    "gemma3": ("Gemma3ForCausalLM", {"rope_local_base_freq": 10_000.0, "rope_theta": 1e6}),
-    "gpt2": ("GPT2LMHeadModel", {}),
-    "granite": ("GraniteForCausalLM", {}),
-    "smollm3": ("SmolLM3ForCausalLM", {}),
-    "seed_oss": ("SeedOssForCausalLM", {}),
-    "phi3": ("Phi3ForCausalLM", {}),
-    "olmo2": ("Olmo2ForCausalLM", {}),
-    "glm4": ("Glm4ForCausalLM", {}),
-    "exaone4": ("Exaone4ForCausalLM", {}),
-    "command-r": ("CohereForCausalLM", {}),
-    "cohere2": ("Cohere2ForCausalLM", {}),
+# Architectures of llama.cpp -> model_types of transformers; most have the same name.
+# fmt: off
+_SAME = (
+    "arcee", "cohere2", "ernie4_5", "exaone4", "gemma", "gemma2", "glm4", "gpt2", "granite", "llama", "olmo2", "phi3",
+    "qwen2", "qwen3", "seed_oss", "smollm3", "starcoder2",
+)
+_MODEL_TYPES = {name: name for name in _SAME} | {
+    "command-r": "cohere", "gemma3": "gemma3_text", "qwen2moe": "qwen2_moe", "qwen2vl": "qwen2_vl",
+    "qwen3moe": "qwen3_moe", "qwen3vl": "qwen3_vl_text", "qwen3vlmoe": "qwen3_moe",
+}
+# fmt: on
+# What llama.cpp's code has where a file is silent.
+_SILENT: dict[str, dict[str, Any]] = {
+    "qwen2moe": {"norm_topk_prob": False},
+    "gemma2": {"attn_logit_softcapping": 50.0, "final_logit_softcapping": 30.0},
+    "gemma3": {"rope_local_base_freq": 10_000.0, "rope_theta": 1e6},
+    **dict.fromkeys(("qwen3moe", "qwen3vlmoe"), {"norm_topk_prob": True}),
 }
 _WHOLE_HEADS = {"gemma2": 46, "gemma3": 62}  # of 27B: layers of those whose scores are scaled by hidden size / heads
 
@@ -329,12 +325,12 @@ def gguf_config(path: Path, model: str) -> tuple[dict[str, Any], dict[str, Any]]
         return None
     file = read_gguf(path)
     metadata, tensors, arch = file.metadata, file.tensors, str(file.metadata.get("general.architecture"))
-    if arch not in _ARCHITECTURES:
+    if arch not in _MODEL_TYPES:
         raise ModelLoadError(
             f"{model!r} is a GGUF file of architecture {arch!r}, which is not supported; supported are "
-            f"{', '.join(_ARCHITECTURES)}."
+            f"{', '.join(_MODEL_TYPES)}."
         )
-    architecture, config = _ARCHITECTURES[arch][0], dict(_ARCHITECTURES[arch][1])
+    architecture, config = family_of(_MODEL_TYPES[arch]).architecture, dict(_SILENT.get(arch, {}))
     config |= {ours: metadata[f"{arch}.{key}"] for key, ours in _KEYS.items() if f"{arch}.{key}" in metadata}
     if arch == "llama" and config.get("num_experts"):
         architecture, config["num_local_experts"] = "MixtralForCausalLM", config["num_experts"]

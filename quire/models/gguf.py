@@ -27,26 +27,20 @@ _WHOLE = {
     "output_norm": "model.norm",
     "output": "lm_head",
 }
+_MLP = {"ffn_gate": "gate_proj", "ffn_up": "up_proj", "ffn_down": "down_proj"}
 _IN_LAYER = {
     "attn_norm": "input_layernorm",
-    "attn_q": "self_attn.q_proj",
-    "attn_k": "self_attn.k_proj",
-    "attn_v": "self_attn.v_proj",
     "attn_qkv": "self_attn.qkv_proj",
     "attn_output": "self_attn.o_proj",
     "attn_q_norm": "self_attn.q_norm",
     "attn_k_norm": "self_attn.k_norm",
     "ffn_norm": "post_attention_layernorm",
-    "ffn_gate": "mlp.gate_proj",
-    "ffn_up": "mlp.up_proj",
-    "ffn_down": "mlp.down_proj",
     "ffn_gate_inp": "mlp.gate",
-    "ffn_gate_shexp": "mlp.shared_expert.gate_proj",
-    "ffn_up_shexp": "mlp.shared_expert.up_proj",
-    "ffn_down_shexp": "mlp.shared_expert.down_proj",
     "ffn_gate_inp_shexp": "mlp.shared_expert_gate",
+    **{f"attn_{part}": f"self_attn.{part}_proj" for part in "qkv"},
+    **{part: f"mlp.{name}" for part, name in _MLP.items()},
+    **{f"{part}_shexp": f"mlp.shared_expert.{name}" for part, name in _MLP.items()},
 }
-_EXPERTS = {"ffn_gate": "gate_proj", "ffn_up": "up_proj", "ffn_down": "down_proj"}
 _IN_SANDWICH = {
     "post_attention_norm": "post_attention_layernorm",
     "ffn_norm": "pre_feedforward_layernorm",
@@ -55,10 +49,10 @@ _IN_SANDWICH = {
 _SANDWICHES = ("gemma2", "gemma3", "olmo2", "glm4", "exaone4")  # of what they have
 _FLOATS = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 _CHUNK = 16 * 2**20  # bytes that are dequantized at once, to float32
-_HALVES_INTERLEAVED = ("llama", "granite", "smollm3")  # in the rows of each head of queries and keys
+_HALVES_INTERLEAVED = ("arcee", "llama", "granite", "smollm3")  # in the rows of each head of queries and keys
 _OTHER_NAMES = {  # of architectures
     "seed_oss": {"post_attention_norm": "post_attention_layernorm"},
-    "gpt2": {"ffn_up": "mlp.fc1", "ffn_down": "mlp.fc2"},
+    **dict.fromkeys(("arcee", "gpt2", "starcoder2"), {"ffn_up": "mlp.fc1", "ffn_down": "mlp.fc2"}),
     **dict.fromkeys(("phi3", "glm4"), {"ffn_up": "mlp.gate_up_proj"}),
 }
 
@@ -171,7 +165,7 @@ def _pieces(tensor: GGUFTensor, names: dict[str, str], arch: str) -> Iterator[Pi
         return
     found = _BLOCK.fullmatch(tensor.name)
     layer, part, expert, kind = found.groups() if found else ("", "", None, "")
-    projection = _EXPERTS.get(part.removesuffix("_exps"))
+    projection = _MLP.get(part.removesuffix("_exps"))
     if part.endswith("_exps") and projection and len(tensor.shape) == 3:
         count, height, width = tensor.shape
         for index in range(count):
@@ -190,8 +184,7 @@ def _pieces(tensor: GGUFTensor, names: dict[str, str], arch: str) -> Iterator[Pi
 
 def _changed(piece: Piece, config: ModelConfig, form: CheckpointFormat, arch: str) -> Piece:
     """A piece with what is to be undone, under its name in the checkpoint."""
-    heads = {".q_proj.": config.num_heads, ".k_proj.": config.num_kv_heads}
-    heads = heads if arch in _HALVES_INTERLEAVED else {}
+    heads = {".q_proj.": config.num_heads, ".k_proj.": config.num_kv_heads} if arch in _HALVES_INTERLEAVED else {}
     num_heads = next((count for part, count in heads.items() if part in piece.name), 0)
     rows = piece.shape[0]
     if num_heads and rows % (2 * num_heads):

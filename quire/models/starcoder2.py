@@ -15,6 +15,7 @@ FORMAT = CheckpointFormat(names=((".mlp.fc1.", ".mlp.c_fc."), (".mlp.fc2.", ".ml
 def build(config: ModelConfig, builder: Builder) -> CausalLM:
     """Starcoder2ForCausalLM."""
     bias = bool(config.hf_config.get("use_bias", True))
-    norm = partial(Builder.layer_norm, size=config.hidden_size, eps=number(config, "norm_epsilon", 1e-5))
+    eps = number(config, "norm_epsilon", number(config, "layer_norm_epsilon", 1e-5))  # the latter a GGUF file's
+    norm = partial(Builder.layer_norm, size=config.hidden_size, eps=eps)
     mlp = plain_mlp(config, "gelu_pytorch_tanh", bias)
     return build_llama(config, builder, LlamaShape(bias, bias, norm=norm, feed_forward=mlp, form=FORMAT))

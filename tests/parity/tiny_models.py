@@ -229,6 +229,7 @@ CASES: dict[str, tuple[str, str, dict[str, Any]]] = {
         "Starcoder2ForCausalLM",
         LLAMA | {"sliding_window": 24, "tie_word_embeddings": True},
     ),
+    "starcoder2-windowless": ("Starcoder2Config", "Starcoder2ForCausalLM", LLAMA | {"norm_epsilon": 1e-3}),
     "starcoder2-plain": (
         "Starcoder2Config",
         "Starcoder2ForCausalLM",
