@@ -352,8 +352,7 @@ def gguf_config(path: Path, model: str) -> tuple[dict[str, Any], dict[str, Any]]
         "bos_token_id": metadata.get("tokenizer.ggml.bos_token_id"),
         "dtype": _dtype(file),
     }
-    kinds = sorted({tensor.kind for tensor in tensors.values()} - {"F32", "F16", "BF16", "F64"})
-    if kinds:
+    if kinds := sorted({tensor.kind for tensor in tensors.values()} - {"F32", "F16", "BF16", "F64"}):
         config["quantization_config"] = {"quant_method": "gguf", "types": kinds}
     heads, size = config.get("num_attention_heads"), config.get("hidden_size")
     if isinstance(heads, list):  # one for each layer

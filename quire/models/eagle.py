@@ -71,8 +71,7 @@ class EagleLayer(nn.Module):
         read, activation = (size, size) if reads_both else size, str(hf.get("hidden_act", "silu"))
         self.self_attn = builder.child("self_attn").attention(read, spec, AttentionForm(qkv_bias, output_bias))
         self.post_attention_layernorm = builder.rms_norm(size, eps)
-        inner_size = config.intermediate_size
-        self.mlp = builder.child("mlp").gated_mlp(size, inner_size, activation=activation, bias=mlp_bias)
+        self.mlp = builder.child("mlp").gated_mlp(size, config.intermediate_size, activation=activation, bias=mlp_bias)
 
     def forward(self, x: Tensor, embedded: Tensor, step: Step) -> Tensor:
         """[T, H] -> [T, H]; `embedded` is read where `reads_both`."""

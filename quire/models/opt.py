@@ -4,12 +4,13 @@ The 350M model differs: it normalizes after each block instead of before, has no
 narrower than its layers.
 """
 
+from functools import partial
+
 from torch import Tensor, nn
 
 from quire.attention.base import AttentionSpec
 from quire.attention.step import Step
 from quire.config.model import ModelConfig
-from quire.layers.norm import LayerNorm
 from quire.models.builder import AttentionForm, Builder
 from quire.models.causal_lm import CausalLM
 from quire.models.decoder import Decoder, DecoderLayer
@@ -44,13 +45,10 @@ def build(config: ModelConfig, builder: Builder) -> CausalLM:
     """OPTForCausalLM."""
     hf, size = config.hf_config, config.hidden_size
     bias = bool(hf.get("enable_bias", True))
-    affine = bool(hf.get("layer_norm_elementwise_affine", True))
     pre_norm = bool(hf.get("do_layer_norm_before", True))
     activation = str(hf.get("activation_function", "relu"))
     spec = AttentionSpec(config.num_heads, config.num_heads, config.head_dim, config.head_dim**-0.5)
-
-    def norm() -> LayerNorm:
-        return builder.layer_norm(size, 1e-5, affine=affine)
+    norm = partial(builder.layer_norm, size, 1e-5, affine=bool(hf.get("layer_norm_elementwise_affine", True)))
 
     def layer(index: int, builder: Builder) -> nn.Module:
         attention = builder.child("self_attn").attention(size, spec, AttentionForm(bias, bias))

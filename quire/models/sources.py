@@ -37,13 +37,12 @@ def open_source(model: CausalLM, config: ModelConfig, load_format: str) -> Tenso
     """
     if load_format == "dummy":
         return DummySource(model.checkpoint_shapes(), model.dtype, config.seed)
-    source = None if config.path.is_file() else _directory_source(config, model.form)
-    stated = config.hf_config.get("quantization_config") or {}
-    if source is not None and not stated:
+    if config.path.is_file():
+        return GGUFSource(config, model.form, model.dtype, weight_slots(model, model.form))
+    source, stated = _directory_source(config, model.form), config.hf_config.get("quantization_config")
+    if not stated:
         return source
     slots = weight_slots(model, model.form)
-    if source is None:
-        return GGUFSource(config, model.form, model.dtype, slots)
     return QuantizedSource(source, find_matrices(source, stated), slots, model.form, model.dtype)
 
 
