@@ -5,6 +5,7 @@ and ranks by greedy decoding of a whole engine.
 """
 
 import importlib
+import json
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -14,6 +15,8 @@ import pytest
 import torch
 
 from quire import LLM, LoRARequest, PromptAdapterRequest, SamplingParams
+from quire.config.model import ModelConfig
+from quire.models.settings import number
 from quire.ops.native.library import TORCH
 
 transformers = pytest.importorskip("transformers")
@@ -69,8 +72,8 @@ def test_adapters(name: str, kernels: str, tmp_path: Path, serve: Serve) -> None
     rows = torch.randn(6, layers, 2, heads, dim)
     path = loras.write_virtual(tmp_path / "prefix", rows.flatten(1), "PREFIX_TUNING")
     past = transformers.DynamicCache()
-    for number, (keys, values) in enumerate(rows.permute(1, 2, 3, 0, 4)):
-        past.update(keys[None], values[None], number)
+    for layer, (keys, values) in enumerate(rows.permute(1, 2, 3, 0, 4)):
+        past.update(keys[None], values[None], layer)
     found = answer(llm, prompt_adapter_request=PromptAdapterRequest("prefix", 2, str(path), len(rows)))
     check(found, theirs, past_key_values=past)
     linears = {n: m for n, m in theirs.named_modules() if isinstance(m, torch.nn.Linear) and ".layers." in n}
@@ -93,6 +96,26 @@ def test_quantized_weights(name: str, native: str, quantization: str, tmp_path: 
         ours = tiny.build_ours(directory, "bfloat16", kernels, quantization=quantization, max_model_len=128)
         errors.append((tiny.Paged(ours).prefill(0, PROMPT).float() - exact).square().mean().sqrt() / exact.std())
     assert errors[0] < 1.3 * errors[1] + 0.02
+
+
+@pytest.mark.parametrize("family", ["Arcee", "Ernie4_5", "Starcoder2", "Qwen3VLMoeText"])
+def test_what_is_absent_means_what_transformers_means(family: str, tmp_path: Path) -> None:
+    theirs = getattr(transformers, f"{family}Config")()
+    theirs.save_pretrained(tmp_path)
+    stated = json.loads((tmp_path / "config.json").read_text())
+    sizes = ("hidden_size", "intermediate_size", "num_attention_heads", "num_hidden_layers", "vocab_size")
+    kept = ("model_type", "max_position_embeddings", *sizes)
+    (tmp_path / "config.json").write_text(json.dumps({key: stated[key] for key in kept}))
+    ours = ModelConfig.from_pretrained(tmp_path)
+    found = (ours.num_kv_heads, ours.head_dim, ours.tie_word_embeddings, ours.rope_parameters["rope_theta"])
+    dim = getattr(theirs, "head_dim", None) or theirs.hidden_size // theirs.num_attention_heads
+    theta = theirs.rope_parameters["rope_theta"]
+    assert found == (theirs.num_key_value_heads, dim, theirs.tie_word_embeddings, theta)
+    assert set(ours.layer_windows) == {None}
+    numbers = ("rms_norm_eps", "num_experts", "num_experts_per_tok", "moe_intermediate_size", "decoder_sparse_step")
+    defaults = {"rms_norm_eps": 1e-6, "decoder_sparse_step": 1}
+    for key in (key for key in numbers if hasattr(theirs, key)):
+        assert number(ours, key, defaults.get(key, 0)) == getattr(theirs, key), key
 
 
 @pytest.mark.slow

@@ -293,11 +293,12 @@ def test_what_is_quantized_already_is_refused(small: Path, tmp_path: Path, capsy
 
 
 def test_experts_in_one_tensor_are_refused(small: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    config = json.loads((small / "config.json").read_text())
-    config |= {"architectures": ["GptOssForCausalLM"], "model_type": "gpt_oss"}
-    model = shutil.copytree(small, tmp_path / "gpt-oss")
-    (model / "config.json").write_text(json.dumps(config))
-    assert "all experts of a layer in one tensor" in refusal(capsys, model, tmp_path / "out", "--method", "int4")
+    stated = json.loads((small / "config.json").read_text())
+    model = shutil.copytree(small, tmp_path / "experts")
+    seeing = {"architectures": ["Qwen3VLMoeForConditionalGeneration"], "model_type": "qwen3_vl_moe_text"}
+    for config in ({"architectures": ["GptOssForCausalLM"], "model_type": "gpt_oss"}, seeing):
+        (model / "config.json").write_text(json.dumps(stated | config))
+        assert "all experts of a layer in one tensor" in refusal(capsys, model, tmp_path / "out", "--method", "int4")
 
 
 def test_weights_that_are_no_numbers_are_refused(
