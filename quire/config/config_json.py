@@ -204,8 +204,7 @@ class ConfigReader:
         if self.get(*names) is None:
             logger.warning("config.json of %s names no context length; %s assumed", self.model, _DEFAULT_MAX_MODEL_LEN)
         length = self.positive_int(*names, default=requested or _DEFAULT_MAX_MODEL_LEN)
-        unscaled = rope["rope_type"] in _UNSCALED_ROPE_TYPES
-        if self.family.learned_positions or self.family.scaled_length or unscaled:
+        if self.family.learned_positions or self.family.scaled_length or rope["rope_type"] in _UNSCALED_ROPE_TYPES:
             return length
         if rope["rope_type"] == "yarn":
             length = rope.get("original_max_position_embeddings") or length
@@ -247,7 +246,9 @@ def _text_part(config: dict[str, Any]) -> dict[str, Any]:
     """The language model's part of a multi-modal config.json, under the architecture of the whole if it is not run."""
     text, names = config.get("text_config"), config.get("architectures")
     runs = isinstance(names, list) and not WITH_TEXT.isdisjoint(map(str, names[:1]))
-    text = text if isinstance(text, dict) else {}  # it may stand among what all have
+    text = dict(text) if isinstance(text, dict) else {}  # it may stand among what all have
+    if "tie_word_embeddings" in config and text.get("model_type") == "qwen3_vl_moe_text":
+        text.pop("tie_word_embeddings", None)  # true by default there, and not so
     whole = {key: value for key, value in config.items() if key != "text_config"}
     part = whole | text | {key: whole[key] for key in ("architectures", "tie_word_embeddings") if whole.get(key)}
     family = family_of(part.get("model_type"))

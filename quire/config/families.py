@@ -117,7 +117,7 @@ FAMILIES = (
     Family("Qwen3MoeForCausalLM", "qwen3_moe", "qwen_moe:build_qwen3",
         {"num_key_value_heads": 4, "sliding_window": 4096}, **_QWEN),
     Family("Qwen3VLMoeForCausalLM", "qwen3_vl_moe_text", "qwen3_vl_moe:build",
-        _QWEN_MOE | {"tie_word_embeddings": True, "rope_theta": 5e5}, tokenizer_class="Qwen2Tokenizer"),
+        _QWEN_MOE | {"rope_theta": 5e5, "max_position_embeddings": 128_000}, tokenizer_class="Qwen2Tokenizer"),
     Family("SeedOssForCausalLM", "seed_oss", "llama:build_seed_oss",
         {"head_dim": 128, "num_key_value_heads": 8, "max_position_embeddings": 524_288}),
     Family("SmolLM3ForCausalLM", "smollm3", "llama:build_smollm3",

@@ -20,8 +20,6 @@ from quire.models.pickled import SUFFIXES, PickledSource
 from quire.models.safetensors import SafetensorsSource
 from quire.models.weights import CheckpointFormat, TensorSource, weight_slots
 
-_FORM = CheckpointFormat(prefix="")
-
 
 @dataclass(frozen=True)
 class HeadCheckpoint:
@@ -135,7 +133,7 @@ def fill_heads(
     Raises:
         ModelLoadError: a tensor that `names` doesn't know, of another shape or type, or that is missing.
     """
-    left, source = weight_slots(heads, _FORM), checkpoint.source
+    left, source = weight_slots(heads, CheckpointFormat(prefix="")), checkpoint.source
     if source is None:
         source = DummySource({name: slot.form.shape for name, slot in left.items()}, dtype, seed)
         names = {name: name for name in left}

@@ -58,6 +58,17 @@ def test_quantized_weights(theirs: Any, directory: Path, native: str) -> None:
     assert error < 0.1  # of most positions, as others choose other experts
 
 
+def test_whether_heads_are_tied_the_whole_says(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """And not its text, of which transformers writes that they are, where nobody has said anything."""
+    config_class, model_class, arguments = tiny.SEEING["qwen3-vl-moe"]
+    text = {key: value for key, value in arguments["text_config"].items() if key != "tie_word_embeddings"}
+    monkeypatch.setitem(tiny.SEEING, "silent", (config_class, model_class, arguments | {"text_config": text}))
+    theirs = tiny.build_theirs("silent")
+    assert theirs.config.text_config.tie_word_embeddings
+    found = tiny.Paged(tiny.build_ours(tiny.save(theirs, tmp_path))).prefill(0, PROMPT)
+    torch.testing.assert_close(found, logits(theirs, PROMPT), atol=1e-4, rtol=0)
+
+
 @pytest.mark.slow
 def test_ranks_and_stages(directory: Path) -> None:
     answers = []

@@ -307,6 +307,19 @@ def test_a_text_among_what_all_have(tmp_path: Path) -> None:
     assert config.derived_max_model_len == LLAMA["max_position_embeddings"]
 
 
+def test_experts_of_a_model_that_sees(tmp_path: Path) -> None:
+    """As Qwen3-VL-30B-A3B is published, but for its sizes."""
+    text = LLAMA | {"architectures": None, "model_type": "qwen3_vl_moe_text", "num_experts": 8, "rope_theta": 5e6}
+    text |= {"num_key_value_heads": 4}
+    text |= {"rope_scaling": {"mrope_interleaved": True, "mrope_section": [2, 1, 1], "rope_type": "default"}}
+    text |= {"tie_word_embeddings": True}  # as transformers writes it, by default, and does not look at
+    whole = {"architectures": ["Qwen3VLMoeForConditionalGeneration"], "model_type": "qwen3_vl_moe"}
+    config = load(tmp_path, whole | {"text_config": text, "tie_word_embeddings": False, "vision_config": {"depth": 27}})
+    assert (config.architecture, config.model_type) == ("Qwen3VLMoeForCausalLM", "qwen3_vl_moe_text")
+    assert (config.rope_parameters["rope_type"], config.rope_parameters["rope_theta"]) == ("default", 5e6)
+    assert not config.tie_word_embeddings
+
+
 def test_heads_are_tied_as_the_whole_says(tmp_path: Path) -> None:
     whole = {"architectures": ["Gemma3ForConditionalGeneration"], "model_type": "gemma3", "tie_word_embeddings": True}
     config = load(
