@@ -341,7 +341,7 @@ def test_arguments_of_the_wrong_kind_are_named(engine: Engine) -> None:
         (lambda: llm.token_ids(5), "text must be a text; it is 5"),
         (lambda: llm.collective_rpc("reset", args=5), "args must be a tuple; it is 5"),
         (lambda: llm.collective_rpc(len), "method must be the name of a method; it is <built-in function len>"),
-        (lambda: llm.sleep(1, "nope"), "mode must be 'abort', 'wait' or None; it is 'nope'"),
+        (lambda: llm.sleep(1, "nope"), "mode must be 'abort', 'wait', 'keep' or None; it is 'nope'"),
     ]
     for ask, message in asked:
         with pytest.raises(InvalidRequestError, match=message):
