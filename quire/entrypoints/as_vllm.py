@@ -7,6 +7,7 @@ nothing.
 import copy
 from argparse import Namespace
 from dataclasses import fields
+from enum import Enum
 from functools import cached_property, wraps
 from types import SimpleNamespace
 from typing import Any
@@ -20,9 +21,14 @@ from quire.entrypoints.cli.flags import add_option_flags
 from quire.entrypoints.vllm_names import lacking
 from quire.protocol.stats import EngineStats
 
-_UNUSED = ("prompt_text", "trace_headers", "session_id", "reasoning_ended", "reasoning_parser_kwargs")  # of requests
+# Of requests, and of engines: nobody is told who uses one, which runs at once, and where it was asked to.
+_UNUSED = ("prompt_text", "trace_headers", "session_id", "reasoning_ended", "reasoning_parser_kwargs", "usage_context")
+_UNUSED += ("start_engine_loop", "enable_multiprocessing")
 _OPTIONS = {field.name: field.default for field in fields(engine_args.EngineArgs)}
 current_platform = SimpleNamespace(device_type="cpu", is_cpu=lambda: True, is_cuda=lambda: False, is_rocm=lambda: False)
+
+
+UsageContext = Enum("UsageContext", "UNKNOWN_CONTEXT LLM_CLASS API_SERVER OPENAI_API_SERVER OPENAI_BATCH_RUNNER")
 
 
 class EngineArgs(engine_args.EngineArgs):
@@ -57,12 +63,19 @@ def _setting(engine: Any, name: str) -> Any:
 
 def _as_vllms(method: Any) -> Any:
     """A method that takes what vLLM's has besides: it has no effect, or is refused with what to do instead."""
+    if hasattr(method, "__self__"):  # the class's
+        return classmethod(_as_vllms(method.__func__))
 
     def call(*args: Any, **options: Any) -> Any:
         known = {name: v for name, v in options.items() if name not in _UNUSED and not not_yet.take_anyway(name, v)}
         return method(*args, **known)
 
     return wraps(method)(call)
+
+
+def _of_settings(engine: Any, vllm_config: Any, **options: Any) -> Any:
+    """An engine by all settings, as `EngineArgs.create_engine_config` makes them of options; see `from_engine_args`."""
+    return engine.from_engine_args(vllm_config.engine_args, **options)
 
 
 class LLMEngine(llm_engine.LLMEngine):
@@ -77,6 +90,8 @@ class LLMEngine(llm_engine.LLMEngine):
         """The model's tokenizer."""
         return self.tokenizer
 
+    from_engine_args = _as_vllms(llm_engine.LLMEngine.from_engine_args)
+    from_vllm_config = classmethod(_of_settings)
     add_request = _as_vllms(llm_engine.LLMEngine.add_request)
     __getattr__ = _setting
 
@@ -101,6 +116,8 @@ class AsyncLLM(async_llm.AsyncLLM):
         """The model's settings, as of `vllm_config`."""
         return self.vllm_config.model_config
 
+    from_engine_args = _as_vllms(async_llm.AsyncLLM.from_engine_args)
+    from_vllm_config = classmethod(_of_settings)
     generate = _as_vllms(async_llm.AsyncLLM.generate)
     encode = _as_vllms(async_llm.AsyncLLM.encode)
     __getattr__ = _setting
@@ -124,6 +141,7 @@ def _settings(config: engine_args.EngineConfig, num_blocks: int | None) -> Simpl
         speculative_config=config.speculative,
         lora_config=args if args.enable_lora else None,
         device_config=current_platform,
+        engine_args=args,
     )
 
 

@@ -7,7 +7,7 @@ import torch
 
 from quire import LLM, AsyncEngineArgs, AsyncLLM, AsyncLLMEngine, EngineArgs, LLMEngine, PoolingParams, SamplingParams
 from quire.config import engine_args
-from quire.entrypoints.as_vllm import Counter, Gauge, Vector
+from quire.entrypoints.as_vllm import Counter, Gauge, UsageContext, Vector
 from quire.entrypoints.cli.parser import Parser
 from quire.entrypoints.vllm_names import vllm_names
 from quire.errors import ConfigError, InvalidRequestError, NotYetSupportedError
@@ -57,6 +57,23 @@ def test_settings_without_an_engine() -> None:
     assert read.parallel_config.world_size == 1
     with pytest.raises(ConfigError, match="max_model_len = 1000000 is more than"):
         EngineArgs("demo", max_model_len=10**6).create_engine_config()
+
+
+def test_engines_as_servers_of_their_own_make_them() -> None:
+    """With what vLLM's takes besides, and by the settings that it is given there."""
+    usage: dict[str, Any] = {"usage_context": UsageContext.API_SERVER, "stat_loggers": None, "start_engine_loop": True}
+    args = AsyncEngineArgs(model="demo", max_model_len=64, num_kv_blocks=16)
+    for make in (
+        lambda: AsyncLLMEngine.from_engine_args(args, **usage),
+        lambda: AsyncLLM.from_vllm_config(args.create_engine_config(), disable_log_requests=True, **usage),
+        lambda: LLMEngine.from_engine_args(args, usage_context=UsageContext.LLM_CLASS, enable_multiprocessing=False),
+        lambda: LLMEngine.from_vllm_config(vllm_config=args.create_engine_config(usage["usage_context"])),
+    ):
+        engine = make()
+        assert engine.vllm_config.model_config.max_model_len == 64
+        engine.shutdown()
+    with pytest.raises(NotYetSupportedError, match="^stat_loggers is not supported: stats"):
+        AsyncLLM.from_engine_args(args, stat_loggers=[print])
 
 
 async def _text(args: Any) -> str:
