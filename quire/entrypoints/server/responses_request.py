@@ -81,3 +81,8 @@ class ResponsesRequest(GenerationRequest):
     def wants_logprobs(self) -> bool:
         """Whether the text's tokens are shown with their logprobs."""
         return bool(self.top_logprobs) or "message.output_text.logprobs" in (self.include or ())
+
+
+def flat_name(function: dict[str, Any]) -> str:
+    """What a model calls a function, which may be of a namespace."""
+    return "__".join(filter(None, (function.get("namespace"), function["name"])))

@@ -19,7 +19,7 @@ from quire.entrypoints.server.event_service import Event, EventWriter
 from quire.entrypoints.server.parsers.base import ReasoningDelta, TextDelta, ToolCallDelta, ToolCallEnd, ToolCallStart
 from quire.entrypoints.server.parsers.reader import is_object
 from quire.entrypoints.server.responses import TokenLogprob
-from quire.entrypoints.server.responses_request import ResponsesRequest
+from quire.entrypoints.server.responses_request import ResponsesRequest, flat_name
 from quire.entrypoints.server.service import TurnRequest
 from quire.entrypoints.server.state import ServerState
 from quire.entrypoints.server.turn import ContentEvent, Delta
@@ -136,7 +136,8 @@ def _echo(body: ResponsesRequest) -> dict[str, Any]:
     text, reasoning = body.text, body.reasoning
     shown["text"] = {"format": (text and text.format) or {"type": "text"}, "verbosity": text and text.verbosity}
     shown["reasoning"] = {"effort": reasoning and reasoning.effort, "summary": None}
-    shown["tools"] = [{"strict": True, "parameters": None, **tool} for tool in body.tools or ()]
+    plain = {"strict": True, "parameters": None}
+    shown["tools"] = [tool if tool.get("type") == "namespace" else plain | tool for tool in body.tools or ()]
     shown["service_tier"] = "default"
     return shown
 
@@ -150,6 +151,9 @@ class ResponseWriter(EventWriter):
 
     def __init__(self, head: dict[str, Any], items: list[dict[str, Any]], chat: ChatWriter) -> None:
         self.turn, self.items = chat.turn, items
+        spaces = [(space["name"], space["tools"]) for space in head["tools"] if space.get("type") == "namespace"]
+        pairs = [{"namespace": name, "name": tool.get("name")} for name, tools in spaces for tool in tools]
+        self._names = {flat_name(pair): pair for pair in pairs}
         self._chat, self._head = chat, head
         self._stem = head["id"].removeprefix("resp_")
         self._output: list[dict[str, Any]] = []
@@ -207,7 +211,7 @@ class ResponseWriter(EventWriter):
                     return []
                 return self._begin("reasoning", "rs") + [self._piece("response.reasoning_text.delta", text)]
             case ToolCallStart():
-                call = {"call_id": part.id, "name": part.name, "arguments": ""}
+                call = {"call_id": part.id, "name": part.name, "arguments": "", **self._names.get(part.name, {})}
                 return self._close_item() + self._begin("function_call", "fc", **call)
             case ToolCallDelta():
                 self._tokens_of(part.arguments)

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from quire.entrypoints.server.requests_common import conversation_of, field_text, wrong
-from quire.entrypoints.server.responses_request import ResponsesRequest
+from quire.entrypoints.server.responses_request import ResponsesRequest, flat_name
 from quire.entrypoints.server.unknown_fields import ignore
 from quire.errors import InvalidRequestError
 
@@ -40,7 +40,8 @@ def _read_item(item: Item, where: str, stem: str) -> Item:
         case "message":
             return _read_message(item, where, own_id or f"msg_{stem}")
         case "function_call":
-            return of_call | {name: field_text(item, name, where) for name in ("call_id", "name", "arguments")}
+            names = ("call_id", "name", "arguments", *(["namespace"] if item.get("namespace") is not None else ()))
+            return of_call | {name: field_text(item, name, where) for name in names}
         case "custom_tool_call":  # of a tool that takes a text: there are none here, but in a conversation's past
             arguments = json.dumps({"input": field_text(item, "input", where)}, ensure_ascii=False)
             return _read_item(item | {"type": "function_call", "arguments": arguments}, where, stem)
@@ -140,7 +141,7 @@ def _add_to_turn(turn: dict[str, Any], item: Item) -> None:
     elif item["type"] == "message":
         turn["content"] = _content(item["content"])
     else:
-        function = {"name": item["name"], "arguments": item["arguments"]}
+        function = {"name": flat_name(item), "arguments": item["arguments"]}
         turn.setdefault("tool_calls", []).append({"id": item["call_id"], "type": "function", "function": function})
 
 
@@ -160,7 +161,7 @@ def chat_fields(body: ResponsesRequest) -> dict[str, Any]:
     text, reasoning = body.text, body.reasoning
     return {
         "max_completion_tokens": body.max_output_tokens,
-        "tools": None if body.tools is None else [_tool(tool, place) for place, tool in _usable_tools(body)],
+        "tools": None if body.tools is None else [_tool(tool, where) for where, tool in _usable_tools(body)],
         "tool_choice": _tool_choice(body.tool_choice),
         "parallel_tool_calls": body.parallel_tool_calls,
         "response_format": None if text is None or text.format is None else _format(text.format),
@@ -174,22 +175,32 @@ def chat_fields(body: ResponsesRequest) -> dict[str, Any]:
     }
 
 
-def _usable_tools(body: ResponsesRequest) -> list[tuple[int, Item]]:
-    """The functions, with their places: beside them, agents name all tools that they know. Where none is, all tools."""
-    given = [*enumerate(body.tools or ())]
-    usable = [(place, tool) for place, tool in given if tool.get("type") == "function"] or given
-    for place in sorted(dict(given).keys() - dict(usable)):
-        ignore(body, f"tools[{place}]")
+def _usable_tools(body: ResponsesRequest) -> list[tuple[str, Item]]:
+    """The functions, those of namespaces too, with their places: beside them, agents name all tools that they know.
+
+    Where there is no function, all tools.
+    """
+    given: list[tuple[str, Item]] = []
+    for place, tool in enumerate(body.tools or ()):
+        where, inner, named = f"tools[{place}]", [tool], dict[str, Any]()
+        if tool.get("type") == "namespace":
+            inner, named = tool.get("tools"), {"namespace": field_text(tool, "name", where)}
+            if not isinstance(inner, list) or not all(isinstance(one, dict) for one in inner):
+                raise wrong(f"{where}.tools", "a list of tools", inner, where)
+        given += [(where, one | named) for one in inner]
+    usable = [(where, tool) for where, tool in given if tool.get("type") == "function"] or given
+    for where in sorted({where for where, _ in given} - {where for where, _ in usable}):
+        ignore(body, where)
     return usable
 
 
-def _tool(tool: Item, place: int) -> dict[str, Any]:
-    where = f"tools[{place}]"
+def _tool(tool: Item, where: str) -> dict[str, Any]:
     if (kind := tool.get("type")) != "function":
         raise InvalidRequestError(f"{where}: tools of the type {kind!r:.80} are not there, only functions.", where)
     field_text(tool, "name", where)
+    given = tool | {"name": flat_name(tool)}
     fields = ("name", "description", "parameters", "strict")
-    return {"type": "function", "function": {f: tool[f] for f in fields if tool.get(f) is not None}}
+    return {"type": "function", "function": {f: given[f] for f in fields if given.get(f) is not None}}
 
 
 def _tool_choice(choice: str | Item | None) -> Any:

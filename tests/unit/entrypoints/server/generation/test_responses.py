@@ -326,7 +326,7 @@ def test_what_agents_send_besides_functions_is_left_out(client: TestClient) -> N
     tools = [
         {"type": "web_search", "external_web_access": False},
         look,
-        {"type": "namespace", "name": "a", "tools": []},
+        {"type": "namespace", "name": "a", "tools": [{"type": "custom", "name": "patch"}]},
     ]
     answer = client.post(PATH, json={"input": "Hi", "tools": tools, "tool_choice": "none"})
     assert answer.status_code == 200, answer.text
@@ -334,6 +334,38 @@ def test_what_agents_send_besides_functions_is_left_out(client: TestClient) -> N
     empty = client.post(PATH, json={"input": "Hi", "tools": [], "tool_choice": "auto", "parallel_tool_calls": True})
     assert empty.status_code == 200, empty.text
     assert "'tools[0]', 'tools[2]'" in answer.headers["x-quire-warnings"]
+
+
+def test_functions_of_a_namespace(make_server: Callable[..., Any], openai_errors: Callable[..., list[str]]) -> None:
+    """As Codex names those of MCP servers: the model knows them by both names, and calls are told apart again."""
+    server = make_server(tool_call_parser="hermes", enable_auto_tool_choice=True)
+    look = {"type": "function", "name": "look", "parameters": {"type": "object"}}
+    space = {
+        "type": "namespace",
+        "name": "mcp__cats",
+        "description": "Cats.",
+        "tools": [look, {"type": "custom", "name": "x"}],
+    }
+    calls = [{"name": name, "arguments": {}} for name in ("mcp__cats__look", "look")]
+    server.core.texts = ["".join(f"<tool_call>\n{json.dumps(call)}\n</tool_call>" for call in calls)]
+    with TestClient(server.app) as client:
+        answer = post(client, tools=[space, look], tool_choice="required")
+        assert openai_errors("Response", answer) == []
+        found = [(item["type"], item.get("namespace"), item["name"]) for item in answer["output"]]
+        assert found == [("function_call", "mcp__cats", "look"), ("function_call", None, "look")]
+        assert answer["tools"] == [space, {"strict": True} | look]
+        call = {key: answer["output"][0][key] for key in ("type", "call_id", "namespace", "name", "arguments")}
+        output = OUTPUT | {"call_id": call["call_id"]}
+        again = post(client, input=[USER, call, output], tools=[space])
+        listed = get(client, f"{again['id']}/input_items", order="asc")["data"]
+        assert (listed[1]["namespace"], listed[1]["name"]) == ("mcp__cats", "look")
+        assert openai_errors("ResponseItemList", get(client, f"{again['id']}/input_items")) == []
+        for wrong, param in (
+            ({"type": "namespace", "name": "a", "tools": ["look"]}, "tools[0]"),
+            ({"type": "namespace", "tools": [look]}, "tools[0].name"),
+        ):
+            refused = client.post(PATH, json={"input": "Hi", "tools": [wrong]})
+            assert (refused.status_code, refused.json()["error"]["param"]) == (400, param)
 
 
 def test_a_call_with_text_is_one_of_a_function(client: TestClient, openai_errors: Callable[..., list[str]]) -> None:
