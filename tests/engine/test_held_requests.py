@@ -63,10 +63,12 @@ def run(llm: LLM, adapters: list[LoRARequest], between: Callable[[], None]) -> d
     engine, found = llm.llm_engine, dict[str, Any]()
     for name, (prompt, params, own) in REQUESTS.items():
         engine.add_request(name, prompt, params, lora_request=None if own is None else adapters[own])
-    while engine.has_unfinished_requests():
+    for _ in range(10_000):
         found |= {output.request_id: told(output) for output in engine.step() if output.finished}
+        if not engine.has_unfinished_requests():
+            return found
         between()
-    return found
+    raise AssertionError(f"{engine.get_num_unfinished_requests()} requests never go on")
 
 
 @pytest.mark.slow
