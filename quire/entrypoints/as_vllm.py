@@ -1,4 +1,5 @@
-"""What vLLM's scripts touch and Quire has under other names: options from flags, settings to read, metrics as a list.
+"""What vLLM's scripts touch and Quire has under other names: options from flags, settings to read and to make engines
+of, metrics as a list.
 
 `vllm_names` says where scripts find it; `LLM` uses some of it. Everything here reads what the engine has, and keeps
 nothing.
