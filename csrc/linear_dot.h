@@ -16,11 +16,9 @@ namespace quire::QUIRE_NS {
 
 constexpr int64_t kBytesAhead = 4096;  // of weights, to prefetch while they are expanded
 constexpr int kFewRows = 6;            // rows whose sums with all of a block's features stay in registers
-constexpr int kPairRows = 12;          // rows whose sums with half of them do
+constexpr int kPairRows = 12;          // rows whose sums with half of them do, where x is in floats
 constexpr int kOwnRows = 2 * kPairRows;  // rows of x that each thread copies for itself
-// More rows than meet half of the features at once, up to so many, meet all of them, a few at a time: a turned block of bf16 is read line
-// after line then, as the CPU fetches best. With more rows, how it is read hardly matters.
-constexpr int64_t kWholeRows = 32;
+constexpr int kStreamedPairs = 18;     // rows that meet turned weights of bf16 as they come from memory, a few at a time
 constexpr int kTurningRows = 3;        // rows that meet codes of four bits while those are looked up, and hide half of what that takes
 constexpr int64_t kMostRows = 96, kMostBlocks = 16;
 constexpr int64_t kPieceTiles = 4;     // of a block that two groups of rows meet in turn
@@ -29,7 +27,7 @@ constexpr int64_t kPieceTiles = 4;     // of a block that two groups of rows mee
 constexpr bool comes_turned(Type type) { return type == Type::c4_32; }
 
 // Up to how many rows weights are multiplied as they come from memory.
-constexpr int streamed_rows(Type type) { return type == Type::bf16 ? kFewRows : type == Type::f8_128 ? 3 : 4; }
+constexpr int streamed_rows(Type type) { return type == Type::bf16_turned ? kStreamedPairs : type == Type::bf16 ? kFewRows : type == Type::f8_128 ? 3 : 4; }
 
 // Likewise as floats, where that is faster: from so many rows on, as a row of blocks alone takes longer for it, and up to so many or 0.
 constexpr int least_floats(Type type) { return is_blocks(type) ? 2 : 1; }
@@ -134,25 +132,10 @@ inline void stream_block(const uint8_t* tile, int64_t num_tiles, int64_t tile_by
     __m512 acc[kRows][4];
 #pragma GCC unroll 8
     for (int m = 0; m < kRows; m++) acc[m][0] = acc[m][1] = acc[m][2] = acc[m][3] = _mm512_setzero_ps();  // unrolled, or GCC keeps them in memory
-    // The CPU fetches what is read straight through by itself, up to the end of a page: a few lines of the next one keep it going.
-    // Where more is done with a line, it lags behind.
-    constexpr int kStep = kType == Type::bf16_turned || kRows <= 2 ? 256 : 64, kAhead = kType == Type::bf16_turned ? 6144 : kRows <= 2 ? 3072 : 6656;
-    constexpr bool kTurned = kType == Type::bf16_turned;
     typename ScalesOf<kType>::type scales;
     NearRows<kRows, kTurns ? 0 : 64> rows(x);
     for (int64_t t = 0; t < num_tiles; t++, tile += tile_bytes, rows.skip(2 * x.step)) {
         scales.read(tile, t);
-        if constexpr (kTurned) {
-            for (int64_t i = 0; i < tile_bytes; i += kStep) _mm_prefetch(reinterpret_cast<const char*>(tile + kAhead + i), _MM_HINT_T1);
-#pragma GCC unroll 4
-            for (int c = 0; c < 4; c++)
-                for (int pair = 0; pair < 2; pair++) {
-                    __m512i even, odd;
-                    load_pair(tile, c, pair, even, odd);
-                    for (int m = 0; m < kRows; m++) add_pair(acc[m][2 * pair], acc[m][2 * pair + 1], even, odd, rows.at(m, c));
-                }
-            continue;
-        }
         constexpr bool kCodes = comes_turned(kType);  // L1 has little room beside what they stand for
         for (int64_t i = 0; i < tile_bytes; i += 64)
             _mm_prefetch(reinterpret_cast<const char*>(tile + (kCodes ? 2 : 1) * kBytesAhead + i), kCodes ? _MM_HINT_T1 : _MM_HINT_T0);
@@ -166,7 +149,7 @@ inline void stream_block(const uint8_t* tile, int64_t num_tiles, int64_t tile_by
                     acc[m][j] = add_dot(acc[m][j], weights, eights[m][c % 2]);
                 }
             });
-        } else if constexpr (!kTurned) for_pairs<kType>(tile, scales, [&](auto pair, const __m512i (&even)[4], const __m512i (&odd)[4]) QUIRE_ALWAYS {
+        } else for_pairs<kType>(tile, scales, [&](auto pair, const __m512i (&even)[4], const __m512i (&odd)[4]) QUIRE_ALWAYS {
             for (int m = 0; m < kRows; m++)
                 for (int c = 0; c < 4; c++) {
                     const __m512i eight = eight_of_x(rows.at(m, c));
@@ -179,33 +162,47 @@ inline void stream_block(const uint8_t* tile, int64_t num_tiles, int64_t tile_by
     for (int m = 0; m < kRows; m++) store_features(halves(acc[m][0], acc[m][1]), halves(acc[m][2], acc[m][3]), sums + m * 16);
 }
 
-// As stream_block, of kRows rows of x in floats, `step` apart from tile to tile. Adds to sums as they are in
-// registers, [row][4][16]. `kGroups`: so many groups of rows meet the tiles, one after the other, and each fetches a part of what lies ahead.
-template <Type kType, int kRows, int kGroups>
-inline void stream_floats(const uint8_t* tile, int64_t num_tiles, int64_t tile_bytes, const float* x, int64_t step, const uint8_t* ahead, float* sums) {
+// What to fetch: a line for each line of weights, `step` bytes further on.
+struct Ahead {
+    const uint8_t* from;
+    int64_t step;
+};
+
+// As stream_block, of kRows rows of x, in floats or turned weights' own pairs, `step` apart from tile to tile. Adds to sums as they are in
+// registers, [row][4][16]. Some groups of rows meet the tiles, one after the other, and each fetches its share of what lies ahead.
+template <Type kType, bool kFloats, int kRows, int kGroups>
+inline void stream_piece(const uint8_t* tile, int64_t num_tiles, int64_t tile_bytes, const void* rows, int64_t step, Ahead ahead, float* sums) {
+    using X = std::conditional_t<kFloats, float, bf16>;
     __m512 acc[kRows][4];
 #pragma GCC unroll 8
     for (int m = 0; m < kRows; m++)
 #pragma GCC unroll 4
         for (int j = 0; j < 4; j++) acc[m][j] = _mm512_load_ps(sums + (m * 4 + j) * 16);
     auto four = [](const float* at) QUIRE_ALWAYS { return _mm512_broadcast_f32x4(_mm_loadu_ps(at)); };
-    // Line after line as they are multiplied, not some at once, and every fourth one a page sooner: the CPU fetches what is between those by
-    // itself, but learns it anew in every page.
+    // Line after line as they are multiplied, not some at once. Intel's CPUs fetch what lies between every fourth one by themselves, but
+    // learn it anew in every page: those are fetched a page sooner.
     auto fetch = [&](int line) QUIRE_ALWAYS {
+        if constexpr (!kFloats) {
+            _mm_prefetch(reinterpret_cast<const char*>(ahead.from), _MM_HINT_T0);
+            ahead.from += ahead.step;
+            return;
+        }
         _mm_prefetch(reinterpret_cast<const char*>(tile + kBytesAhead / 8 + line * 64), _MM_HINT_T0);
         if (line % kGroups) return;
-        _mm_prefetch(reinterpret_cast<const char*>(ahead + line / kGroups * 64), _MM_HINT_T1);
-        if (line / kGroups % 4 == 0) _mm_prefetch(reinterpret_cast<const char*>(ahead + line / kGroups * 64 + kBytesAhead), _MM_HINT_T1);
+        _mm_prefetch(reinterpret_cast<const char*>(ahead.from + line / kGroups * 64), _MM_HINT_T1);
+        if (line / kGroups % 4 == 0) _mm_prefetch(reinterpret_cast<const char*>(ahead.from + line / kGroups * 64 + kBytesAhead), _MM_HINT_T1);
     };
     typename ScalesOf<kType>::type scales;
-    for (int64_t t = 0; t < num_tiles; t++, tile += tile_bytes, ahead += tile_bytes / kGroups, x += step) {
+    const X* x = static_cast<const X*>(rows);
+    for (int64_t t = 0; t < num_tiles; t++, tile += tile_bytes, x += step) {
         scales.read(tile, t);
         auto add = [&](int c, int j, __m512i pairs) QUIRE_ALWAYS {
             const FloatPairs weights(pairs);
 #pragma GCC unroll 8
             for (int m = 0; m < kRows; m++) {
-                const float* at = x + m * 32 + c * 8;
-                acc[m][j] = add_floats(acc[m][j], weights, four(at), four(at + 4));
+                const X* at = x + m * 32 + c * 8;
+                if constexpr (kFloats) acc[m][j] = add_floats(acc[m][j], weights, four(at), four(at + 4));
+                else acc[m][j] = add_dot(acc[m][j], pairs, eight_of_x(at));
             }
         };
         if constexpr (kType == Type::bf16_turned) {
@@ -218,11 +215,12 @@ inline void stream_floats(const uint8_t* tile, int64_t num_tiles, int64_t tile_b
                 }
         } else {
             for (int64_t i = 0; i < tile_bytes; i += 64) {
-                _mm_prefetch(reinterpret_cast<const char*>(ahead + i), _MM_HINT_T1);
+                _mm_prefetch(reinterpret_cast<const char*>(ahead.from + i), _MM_HINT_T1);
                 _mm_prefetch(reinterpret_cast<const char*>(tile + kBytesAhead / 4 + i), _MM_HINT_T0);
             }
             for_features(tile, scales, add);
         }
+        if constexpr (kFloats) ahead.from += tile_bytes / kGroups;
     }
 #pragma GCC unroll 8
     for (int m = 0; m < kRows; m++)
@@ -230,22 +228,27 @@ inline void stream_floats(const uint8_t* tile, int64_t num_tiles, int64_t tile_b
         for (int j = 0; j < 4; j++) _mm512_store_ps(sums + (m * 4 + j) * 16, acc[m][j]);
 }
 
-// Likewise a block times all rows -> sums[row][16]. More than a group's meet some tiles in two groups, the second from L1.
-template <Type kType>
-inline void stream_groups(const uint8_t* block, int64_t num_tiles, int64_t tile_bytes, const float* x, int64_t num_rows, float* sums) {
-    constexpr int kRows = streamed_floats(kType), kGroups = kRows > kFewRows ? 2 : 1, kMost = kGroups == 2 ? kFewRows : kRows;
+// Likewise a block times all rows -> sums[row][16]. More than a group's meet some tiles group after group, all but the first from L1.
+template <Type kType, bool kFloats>
+inline void stream_groups(const uint8_t* block, int64_t num_tiles, int64_t tile_bytes, const void* x, int64_t num_rows, float* sums) {
+    constexpr int kRows = kFloats ? streamed_floats(kType) : kStreamedPairs, kMost = kRows > kFewRows ? kFewRows : kRows;
+    constexpr int kGroups = kRows > kMost ? 2 : 1;  // at most, in floats
     alignas(64) float lanes[kRows * 64];
     std::memset(lanes, 0, num_rows * 256);
-    const bool one = num_rows <= kMost;
-    const int64_t group = one ? num_rows : (num_rows + 1) / 2, piece = one ? num_tiles : kPieceTiles, step = num_rows * 32;
+    const int64_t groups = divide_up(num_rows, kMost), step = num_rows * 32;
+    const int64_t piece = groups == 1 ? num_tiles : kPieceTiles;
     for (int64_t t = 0; t < num_tiles; t += piece) {
         const int64_t tiles = num_tiles - t < piece ? num_tiles - t : piece;
-        for (int64_t first = 0; first < num_rows; first += group) {
-            const uint8_t *tile = block + t * tile_bytes, *ahead = tile + 2 * kBytesAhead + (first ? tiles * tile_bytes / 2 : 0);
-            const float* rows_of_x = x + t * step + first * 32;
-            with_rows<kMost>(first ? num_rows - first : group, [&](auto rows) {
-                auto run = [&](auto groups) { stream_floats<kType, rows, groups>(tile, tiles, tile_bytes, rows_of_x, step, ahead, lanes + first * 64); };
-                if constexpr (rows >= least_floats(kType)) one ? run(std::integral_constant<int, 1>()) : run(std::integral_constant<int, kGroups>());
+        for (int64_t i = 0; i < groups; i++) {
+            const RowGroup group(num_rows, kMost, i);
+            const uint8_t* tile = block + t * tile_bytes;
+            const Ahead ahead{tile + (groups == 1 && !kFloats ? 1 : 2) * kBytesAhead + tiles * tile_bytes * i / groups, 64 / groups};
+            const int64_t at = t * step + group.first * 32;
+            const void* rows = kFloats ? static_cast<const void*>(static_cast<const float*>(x) + at) : static_cast<const bf16*>(x) + at;
+            with_rows<kMost>(group.count, [&](auto count) {
+                auto run = [&](auto of) { stream_piece<kType, kFloats, count, of>(tile, tiles, tile_bytes, rows, step, ahead, lanes + group.first * 64); };
+                if constexpr (!kFloats) run(std::integral_constant<int, 1>());
+                else if constexpr (count >= least_floats(kType)) groups == 1 ? run(std::integral_constant<int, 1>()) : run(std::integral_constant<int, kGroups>());
             });
         }
     }
@@ -291,11 +294,11 @@ struct Fetch {
     int64_t step;
 };
 
-// A turned block times kRows rows of x -> sums[row][16]: half of the features after the other or, of a few rows, all at once. `kFloats`:
-// x is in floats.
+// A turned block times kRows rows of x -> sums[row][16]: all features at once or, with x in floats, half of them after the other. Of pairs,
+// fewer rows with more features take fewer of the loads that spread eight columns, which Zen 5 makes beside no more than some products.
 template <bool kFloats, int kRows>
 inline void multiply_turned(const uint8_t* block, int64_t num_tiles, const RowsOfX& x, Fetch fetch, float* sums) {
-    constexpr int kPairs = kRows <= kFewRows && !kFloats ? 2 : 1;
+    constexpr int kPairs = kFloats ? 1 : 2;
     for (int first = 0; first < 2; first += kPairs) {
         __m512 acc[kRows][2 * kPairs];
 #pragma GCC unroll 12
@@ -346,14 +349,14 @@ struct DotRows {
     bool grouped = false;
     bool own = false;  // each thread makes a copy of its own: what another core has written comes slowly where cores are far apart
 
-    DotRows(const LinearArgs& a, bool as_floats, Context& context)
+    DotRows(const LinearArgs& a, bool as_floats, bool streamed, Context& context)
         : x(static_cast<const bf16*>(a.x)), num_rows(a.num_rows), floats(as_floats), tile(floats ? 64 : 32) {
         stride = a.weight.num_tiles() * tile;
         // The blocks have half of L2, x a quarter: of floats, these rows and those that come after them.
         const int64_t near = context.cache / (floats ? 8 : 4) / (stride * 2) / kPairRows * kPairRows;
         if (num_rows > kMostRows && near < kMostRows) panel = near < kPairRows ? kPairRows : near;
-        if (a.weight.type == Type::bf16_turned && num_rows > kPairRows && num_rows <= kWholeRows && !floats) most = kFewRows;
-        grouped = floats || num_rows <= kPairRows || a.weight.cols != stride || a.out == a.x;
+        if (!floats) most = streamed && a.weight.type == Type::bf16_turned ? kStreamedPairs : kFewRows;
+        grouped = floats || streamed || num_rows <= kPairRows || a.weight.cols != stride || a.out == a.x;
         own = grouped && num_rows <= kOwnRows && a.out != a.x;
         if (!grouped) {
             stride = a.x_stride;
@@ -434,7 +437,7 @@ struct BlockRange {
 // Rows of one group, as stream(weights, sums) has a block's sums with them.
 template <class Stream>
 inline void stream_rows(const DotBlocks& blocks, BlockRange range, const Stream& stream) {
-    alignas(64) float sums[2][kPairRows * 16];
+    alignas(64) float sums[2][kStreamedPairs * 16];
     for (int64_t block = range.begin; block < range.end; block++) {
         for (int part = 0; part < blocks.parts; part++) stream(blocks.weights(block, part), sums[part]);
         blocks.finish(block, sums[0], sums[1], 0, blocks.a.num_rows);
@@ -479,7 +482,7 @@ inline void multiply_blocks(const DotBlocks& blocks, const DotRows& rows, BlockR
                     const Fetch fetch{ahead.from + fetched, fetched < ahead.bytes ? step : 0};
                     fetched += 2 * tiles * step;
                     const RowsOfX x = rows.group(first + group.first, group.count).from(done);
-                    with_rows<kPairRows>(group.count - done, [&](auto n) {
+                    with_rows<kFloats ? kPairRows : kFewRows>(group.count - done, [&](auto n) {
                         multiply_turned<kFloats, n>(weights, tiles, x, fetch, sums[part] + (group.first + done) * 16);
                     });
                 }
@@ -494,7 +497,7 @@ inline void linear_dot_of(const LinearArgs& a, Context& context) {
     constexpr int kFloatRows = streamed_floats(kType);
     const bool floats = a.num_rows >= (kFloatRows ? least_floats(kType) : streamed_rows(kType) + 1) && floats_are_faster();
     const bool streamed = a.num_rows <= (floats ? kFloatRows : streamed_rows(kType));
-    const DotRows all_rows(a, floats, context);
+    const DotRows all_rows(a, floats, streamed, context);
     const DotBlocks blocks(a);
     const int64_t turned_bytes = a.weight.num_tiles() * 1024;
     int64_t group = divide_up(kTaskBytes, blocks.bytes * blocks.parts), places = 1;
@@ -521,15 +524,19 @@ inline void linear_dot_of(const LinearArgs& a, Context& context) {
         uint8_t* turned = turning.turn_block ? context.thread_scratch[thread].get<uint8_t>(places * turned_bytes) : nullptr;
         do {
             const BlockRange range{all_tasks.begin(task), all_tasks.end(task)};
+            [[maybe_unused]] auto stream_in_groups = [&](auto of_floats) {
+                stream_rows(blocks, range, [&](const uint8_t* weights, float* sums) {
+                    stream_groups<kType, of_floats>(weights, a.weight.num_tiles(), a.weight.tile_bytes(), rows.x, a.num_rows, sums);
+                });
+            };
             if (!streamed) multiply(blocks, rows, range, turning, turned);
+            else if constexpr (kType == Type::bf16_turned) floats ? stream_in_groups(std::true_type()) : stream_in_groups(std::false_type());
             else if (!floats) stream_rows(blocks, range, [&](const uint8_t* weights, float* sums) {
                 with_rows<streamed_rows(kType)>(a.num_rows, [&](auto count) {
                     stream_block<kType, count>(weights, a.weight.num_tiles(), a.weight.tile_bytes(), rows.group(0, count), sums);
                 });
             });
-            else if constexpr (kFloatRows) stream_rows(blocks, range, [&](const uint8_t* weights, float* sums) {
-                stream_groups<kType>(weights, a.weight.num_tiles(), a.weight.tile_bytes(), reinterpret_cast<const float*>(rows.x), a.num_rows, sums);
-            });
+            else if constexpr (kFloatRows) stream_in_groups(std::true_type());
         } while (tasks.take(task));
     });
 }
