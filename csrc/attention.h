@@ -163,6 +163,12 @@ struct Partial {
 
     static int64_t floats(int64_t rows, int64_t dim) { return rows * (dim + 2); }
     Partial(float* memory, int64_t rows, int64_t dim) : weighted(memory), highest(memory + rows * dim), total(highest + rows) {}
+    // That of the rows from `row` on.
+    Partial from(int64_t row, int64_t dim) const {
+        Partial rest = *this;
+        rest.weighted += row * dim, rest.highest += row, rest.total += row;
+        return rest;
+    }
 };
 
 // A row's sum of weights once its head's sink has been added; scores are in units of which e^x, or 2^x, is the weight.
@@ -180,10 +186,10 @@ struct WithSink {
 // The tasks of a step, spans and all, on the pool. A Kernel knows how to compute a range's partial for keys [low, high), to
 // merge a partial into the one before it, and to write out the last:
 //   kernel.compute(range, low, high, partial, thread, after), kernel.merge(into, from, num_rows), kernel.write(range, partial)
-// `after` is the range that the thread is likely to compute next, or null.
+// `after` is the range that the thread is likely to compute next, or null. Rows of a range of several heads follow each other, head by head.
 template <class Kernel>
-void run_attention(const AttentionArgs& a, Context& context, int64_t rows_per_task, const Kernel& kernel) {
-    const AttentionTasks tasks(a, rows_per_task, context.pool.size());
+void run_attention(const AttentionArgs& a, Context& context, int64_t rows_per_task, const Kernel& kernel, int64_t rows_in_turn = 0) {
+    const AttentionTasks tasks(a, rows_per_task, rows_in_turn, context.pool.size());
     const int64_t dim = a.cache_shape.padded_dim();
     int64_t most_spans = 1;
     for (int64_t s = 0; s < a.step->num_seqs; s++) most_spans = std::max(most_spans, divide_up(a.step->seq_lens[s], kSpan));
@@ -197,6 +203,11 @@ void run_attention(const AttentionArgs& a, Context& context, int64_t rows_per_ta
         const int64_t begin = span * kSpan, end = begin + kSpan;
         kernel.compute(range, low > begin ? low : begin, high < end ? high : end, partial, thread, after);
     };
+    auto write = [&](RowRange range, Partial partial, int thread) {
+        const RowRange all = range;
+        for (range.num_heads = 1; range.kv_head < all.kv_head + all.num_heads; range.kv_head++)
+            kernel.write(range, partial.from((range.kv_head - all.kv_head) * all.num_rows(), dim), thread);
+    };
     if (most_spans == 1 || context.pool.size() == 1 || tasks.count() >= 4 * context.pool.size()) {
         context.pool.run(tasks.count(), [&](int64_t task, int thread) {
             float* memory = context.thread_scratch2[thread].get<float>(2 * state);
@@ -206,9 +217,9 @@ void run_attention(const AttentionArgs& a, Context& context, int64_t rows_per_ta
             for (int64_t span = low / kSpan; span * kSpan < high; span++) {
                 const bool first = span == low / kSpan, last = (span + 1) * kSpan >= high;
                 span_of(range, span, first ? whole : next, thread, last ? &after : nullptr);
-                if (!first) kernel.merge(whole, next, range.end - range.begin);
+                if (!first) kernel.merge(whole, next, range.num_rows() * range.num_heads);
             }
-            kernel.write(range, whole, thread);
+            write(range, whole, thread);
         });
         return;
     }
@@ -229,8 +240,8 @@ void run_attention(const AttentionArgs& a, Context& context, int64_t rows_per_ta
             auto [low, high] = seen(range);
             const Partial whole = partial(task, low / kSpan);
             for (int64_t span = low / kSpan + 1; span * kSpan < high; span++)
-                kernel.merge(whole, partial(task, span), range.end - range.begin);
-            kernel.write(range, whole, thread);
+                kernel.merge(whole, partial(task, span), range.num_rows() * range.num_heads);
+            write(range, whole, thread);
         });
     }
 }

@@ -40,6 +40,13 @@ private:
             __builtin_prefetch(from_, 0, 2);
         }
     }
+    // To the next head in turn; false after the last one.
+    bool next_head() {
+        Sight& sight = *sight_;
+        if (++head_ < sight.range.num_heads) return sight.range.kv_head++, true;
+        sight.range.kv_head -= head_ - 1, head_ = 0;
+        return false;
+    }
     // The next keys or values of a block; false where nobody knows.
     bool next_stretch() {
         const CacheShape& shape = sight_->a.cache_shape;
@@ -56,12 +63,13 @@ private:
             return true;
         }
     }
-    // In the order of for_views, chunk by chunk.
+    // In the order of for_views, head by head of a chunk.
     bool next_view() {
         if (!is_whole() && (sight_->node + 1) * sight_->group < sight_->range.end) {
             sight_->node++, end_view();
             return true;
         }
+        if (next_head()) return first_view(), true;
         chunk_ += kChunk;
         if (chunk_ >= high_) {
             if (!after_) return false;
@@ -82,6 +90,7 @@ private:
     int64_t chunk_, high_, end_key_ = 0;  // of the keys that are seen
     const RowRange* after_;
     const int64_t block_size_;
+    int64_t head_ = 0;     // of those in turn
     int64_t stretch_ = 0;  // of the chunk, the one after this one:
     const char *from_ = nullptr, *end_ = nullptr;
 };

@@ -54,6 +54,12 @@ struct DotScratch {
         seen = reinterpret_cast<uint64_t*>(totals + num_rows * 16);
         decays = reinterpret_cast<float*>(seen + num_rows);
     }
+    // For the rows from `row` on, of the queries and totals.
+    DotScratch from(int64_t row, int64_t dim) const {
+        DotScratch rest = *this;
+        rest.queries += kWords * row * dim / 2, rest.totals += row * 16;
+        return rest;
+    }
 };
 
 // What an i8 cache holds, -127 to 127, where bytes can be looked up (expand.h): that takes half the work of conversions.
@@ -676,9 +682,12 @@ struct DotKernel {
 
     QUIRE_ONE_COPY void compute(RowRange range, int64_t low, int64_t high, Partial partial, int thread, const RowRange* after) const {
         Sight sight(a, range);
-        const int64_t dim = a.cache_shape.padded_dim(), num_rows = range.end - range.begin;
-        const Memory s(context.thread_scratch[thread], dim, num_rows);
-        auto query_of = [&](int64_t r) { return static_cast<const bf16*>(a.query) + sight.query_offset(range.begin + r, a.query_stride); };
+        const int64_t dim = a.cache_shape.padded_dim(), rows_of_head = range.num_rows(), num_rows = rows_of_head * range.num_heads;
+        const Memory all(context.thread_scratch[thread], dim, num_rows);
+        auto query_of = [&](int64_t r) {
+            sight.range.kv_head = range.kv_head + r / rows_of_head;
+            return static_cast<const bf16*>(a.query) + sight.query_offset(range.begin + r % rows_of_head, a.query_stride);
+        };
         for (int64_t r = 0; r < num_rows; r++)
             for (int64_t i = 0; i < a.cache_shape.head_dim; i += 32) _mm_prefetch(reinterpret_cast<const char*>(query_of(r) + i), _MM_HINT_T0);
         for (int64_t r = 0; r < num_rows; r++) {
@@ -687,21 +696,22 @@ struct DotKernel {
                 for (int64_t i = 0; i < dim; i += 32) {
                     const int64_t left = a.cache_shape.head_dim - i;
                     const __mmask32 there = left < 32 ? (__mmask32(1) << left) - 1 : ~__mmask32(0);
-                    store_floats(_mm512_maskz_loadu_epi16(there, query + i), s.queries + r * dim + i);
+                    store_floats(_mm512_maskz_loadu_epi16(there, query + i), all.queries + r * dim + i);
                 }
             } else {
-                std::memset(s.queries + (r + 1) * dim / 2 - 16, 0, 64);  // padding is less than 32 features
-                std::memcpy(s.queries + r * dim / 2, query, a.cache_shape.head_dim * sizeof(bf16));
+                std::memset(all.queries + (r + 1) * dim / 2 - 16, 0, 64);  // padding is less than 32 features
+                std::memcpy(all.queries + r * dim / 2, query, a.cache_shape.head_dim * sizeof(bf16));
             }
             std::memset(partial.weighted + r * dim, 0, dim * sizeof(float));
             partial.highest[r] = kLowest;
-            _mm512_storeu_ps(s.totals + r * 16, _mm512_setzero_ps());
+            _mm512_storeu_ps(all.totals + r * 16, _mm512_setzero_ps());
         }
         const ScoreFactors factors(a);
         // A chunk that is gathered without fetching has to be there as a whole.
-        CacheAhead<Cached> ahead(sight, low, high, after, num_rows < kManyRows ? kLead : 2 * kChunk * dim * int64_t(sizeof(Cached)));
+        sight.range.kv_head = range.kv_head;
+        CacheAhead<Cached> ahead(sight, low, high, after, rows_of_head < kManyRows ? kLead : 2 * kChunk * dim * int64_t(sizeof(Cached)));
         const bool in_place = a.cache_shape.block_size == 32 && !a.step->tail_starts;
-        for (int64_t chunk = low / kChunk * kChunk; chunk < high; chunk += kChunk)
+        auto attend_chunk = [&](int64_t chunk, const Memory& s, Partial partial) {
             for_views(sight, chunk, high, [&](int64_t end, int64_t first_row, int64_t end_row) {
                 const int64_t count = end_row - first_row;
                 if (in_place && count < kManyRows && chunk >= low) {
@@ -723,7 +733,13 @@ struct DotKernel {
                 while (first_row < end_row && !sees(end_row - 1)) end_row--;
                 if (first_row < end_row) attend(sight, s, first_row, end_row, chunk, is_many ? &ahead : nullptr, factors, partial);
             });
-        for (int64_t r = 0; r < num_rows; r++) partial.total[r] = _mm512_reduce_add_ps(_mm512_loadu_ps(s.totals + r * 16));
+        };
+        for (int64_t chunk = low / kChunk * kChunk; chunk < high; chunk += kChunk)
+            for (int64_t head = 0; head < range.num_heads; head++) {
+                sight.range.kv_head = range.kv_head + head;
+                attend_chunk(chunk, all.from(head * rows_of_head, dim), partial.from(head * rows_of_head, dim));
+            }
+        for (int64_t r = 0; r < num_rows; r++) partial.total[r] = _mm512_reduce_add_ps(_mm512_loadu_ps(all.totals + r * 16));
     }
 
     void merge(Partial into, Partial from, int64_t num_rows) const {
@@ -738,7 +754,7 @@ inline void attention_dot(const AttentionArgs& a, Context& context) {
     if (a.type != Type::bf16 || a.scale < 0) return attention(a, context);  // the greatest product has to be the greatest score
     const bool in_bf16 = a.cache_shape.type == Type::bf16;
     auto run = [&](auto cached, auto floats) {
-        auto with = [&](auto capped) { run_attention(a, context, kDotTaskRows, DotKernel<decltype(cached), capped, floats>{a, context}); };
+        auto with = [&](auto capped) { run_attention(a, context, kDotTaskRows, DotKernel<decltype(cached), capped, floats>{a, context}, floats ? 0 : kDirectRows); };
         a.softcap > 0 ? with(std::true_type()) : with(std::false_type());
     };
 #if defined(__AVX512BF16__)

@@ -26,21 +26,25 @@ struct AttentionArgs {
 
 constexpr int64_t kChunk = 64;        // keys
 constexpr int64_t kNever = INT64_MAX;  // a position that no key has
+constexpr int64_t kHeadsInTurn = 8;   // at most
 constexpr int64_t kLeastShared = 2 * kChunk;  // keys that sequences begin with, to be taken together
 
 // The query rows of one task: rows [begin, end) of a sequence, or of several that are taken together, and a KV head,
 // row = token * group + query head of it. Several are of a token each, and have the keys before `shared` in common; kNever
-// where there is but one.
+// where there is but one. Of few rows some KV heads follow each other, chunk by chunk: memory is read in longer pieces.
 struct RowRange {
     const int32_t* sequences;
-    int64_t kv_head, begin, end, shared;
+    int64_t kv_head, begin, end, shared, num_heads = 1;
+
+    int64_t num_rows() const { return end - begin; }
 };
 
 // Every sequence's rows, cut into tasks of up to `rows_per_task`. The nodes of a tree are taken together, and so are sequences
 // that begin with the same blocks (of a common prompt, beams), whose keys are read once for all of them then.
 class AttentionTasks {
 public:
-    AttentionTasks(const AttentionArgs& a, int64_t rows_per_task, int64_t num_threads)
+    // `rows_in_turn`: so many rows of a KV head at most take heads in turn.
+    AttentionTasks(const AttentionArgs& a, int64_t rows_per_task, int64_t rows_in_turn, int64_t num_threads)
         : step_(*a.step), group_(a.num_heads / a.cache_shape.num_kv_heads), num_kv_(a.cache_shape.num_kv_heads),
           rows_per_task_(rows_per_task), order_(step_.num_seqs), sets_(1) {
         std::iota(order_.begin(), order_.end(), 0);
@@ -48,6 +52,7 @@ public:
         if (may_share) std::stable_sort(order_.begin(), order_.end(), [&](int32_t s, int32_t other) { return comes_before(s, other); });
         // So many that every thread still has a few tasks.
         const int64_t most = may_share ? std::min(rows_per_task / group_, step_.num_seqs * num_kv_ / (2 * num_threads)) : 1;
+        const int64_t num_keys = std::accumulate(step_.seq_lens, step_.seq_lens + step_.num_seqs, int64_t(0));
         for (int64_t at = 0; at < step_.num_seqs; at = sets_.back().place) {
             const int32_t s = order_[at];
             int64_t count = 1, shared = kNever;
@@ -57,24 +62,27 @@ public:
                 take_together(at, most, count, shared);
             Set& set = sets_.back();
             set.shared = shared, set.num_rows = (count > 1 ? count : num_tokens(s)) * group_;
-            most_rows_ = std::max(most_rows_, std::min(set.num_rows, rows_per_task_));
-            sets_.push_back({set.first_task + divide_up(set.num_rows, rows_per_task_) * num_kv_, at + count, 0, 0});
+            if (set.num_rows <= rows_in_turn)
+                for (int64_t heads = kHeadsInTurn; heads > 1 && set.num_heads == 1; heads /= 2)  // no thread waits long for another
+                    if (num_kv_ % heads == 0 && heads * count * step_.seq_lens[s] <= num_keys * num_kv_ / (4 * num_threads)) set.num_heads = heads;
+            most_rows_ = std::max(most_rows_, std::min(set.num_rows, rows_per_task_) * set.num_heads);
+            sets_.push_back({set.first_task + divide_up(set.num_rows, rows_per_task_) * num_kv_ / set.num_heads, at + count, 0, 0});
         }
     }
     int64_t count() const { return sets_.back().first_task; }
-    int64_t most_rows() const { return most_rows_; }
+    int64_t most_rows() const { return most_rows_; }  // of a task, all heads'
     // A head's tasks follow each other, so that its keys and values stay in L2; the last rows see most and come first.
     RowRange operator[](int64_t task) const {
         const Set& set = *(std::upper_bound(sets_.begin(), sets_.end(), task, [](int64_t t, const Set& other) { return t < other.first_task; }) - 1);
         int64_t pieces = divide_up(set.num_rows, rows_per_task_), local = task - set.first_task;
         int64_t begin = (pieces - 1 - local % pieces) * rows_per_task_, end = begin + rows_per_task_;
-        return {&order_[set.place], local / pieces, begin, end < set.num_rows ? end : set.num_rows, set.shared};
+        return {&order_[set.place], local / pieces * set.num_heads, begin, end < set.num_rows ? end : set.num_rows, set.shared, set.num_heads};
     }
 
 private:
     // Sequences that are taken together: from a place in the order on.
     struct Set {
-        int64_t first_task, place, num_rows, shared;
+        int64_t first_task, place, num_rows, shared, num_heads = 1;
     };
 
     int64_t num_tokens(int64_t s) const { return step_.query_start_loc[s + 1] - step_.query_start_loc[s]; }

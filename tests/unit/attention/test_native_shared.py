@@ -74,7 +74,7 @@ class Shared:
 @pytest.mark.usefixtures("level")
 @pytest.mark.parametrize("int8", [False, True])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize(("block_size", "heads"), [(32, (4, 2)), (16, (6, 6)), (5, (4, 1))])
+@pytest.mark.parametrize(("block_size", "heads"), [(32, (4, 2)), (32, (16, 8)), (16, (6, 6)), (5, (4, 1))])
 @pytest.mark.parametrize("options", [{}, {"softcap": 3.0}, {"window": 200}], ids=["plain", "softcap", "window"])
 def test_rows_have_the_bits_that_they_have_alone(
     int8: bool, dtype: torch.dtype, block_size: int, heads: tuple[int, int], options: dict[str, Any]
