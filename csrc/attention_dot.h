@@ -584,6 +584,7 @@ struct DotKernel {
             if (sizeof(Cached) > 1) continue;
             std::memcpy(s.key_scales + block * 32, c.keys[block] + 32 * c.dim, 32 * sizeof(float));
             std::memcpy(s.value_scales + block * 32, c.values[block] + 32 * c.dim, 32 * sizeof(float));
+            if (ahead) ahead->fetch(2 * 32 * sizeof(float));  // of the next ones, too, or what is ahead falls back
         }
         look(sight, s, row, kRows, chunk);
         float* highest = partial.highest + row;
@@ -615,7 +616,7 @@ struct DotKernel {
         auto for_rows = [&](int64_t part, auto body) {  // a few at a time, and which keys they see; in either part, half of what is fetched
             for (int64_t row = 0; row < num_rows; row += at_once) {
                 const int64_t due = 32 * part + 32 * std::min(row + at_once, num_rows) / num_rows;
-                if (ahead) ahead->fetch((due - fetched) * 2 * dim * int64_t(sizeof(Cached)));
+                if (ahead) ahead->fetch((due - fetched) * 2 * (dim * int64_t(sizeof(Cached)) + (kScaled ? 4 : 0)));
                 fetched = due;
                 const int64_t count = std::min(at_once, num_rows - row);
                 uint64_t seen = masked ? 0 : ~uint64_t(0);
