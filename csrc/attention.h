@@ -266,7 +266,7 @@ template <class T, class Exp>
 void write_rows(const AttentionArgs& a, RowRange range, Partial partial, float unit, const Exp& exp_of) {
     const Sight sight(a, range);
     const int64_t dim = a.cache_shape.padded_dim();
-    for (int64_t r = 0; r < range.end - range.begin; r++) {
+    for (int64_t r = 0; r < range.num_rows(); r++) {
         T* out = static_cast<T*>(a.out) + sight.query_offset(range.begin + r, a.out_stride);
         const WithSink sum(a.sinks, sight.query_head(range.begin + r), unit, partial.highest[r], partial.total[r],
                            [&](float x) { return exp_of(splat(x))[0]; });
@@ -284,7 +284,7 @@ struct RowKernel {
 
     QUIRE_ONE_COPY void compute(RowRange range, int64_t low, int64_t high, Partial partial, int thread, const RowRange* after) const {
         Sight sight(a, range);
-        const int64_t dim = a.cache_shape.padded_dim(), size = a.cache_shape.block_size, num_rows = range.end - range.begin;
+        const int64_t dim = a.cache_shape.padded_dim(), size = a.cache_shape.block_size, num_rows = range.num_rows();
         float* keys = context.thread_scratch[thread].get<float>(2 * kChunk * dim + num_rows * dim);
         float *values = keys + kChunk * dim, *query = values + kChunk * dim;
         for (int64_t r = 0; r < num_rows; r++) {

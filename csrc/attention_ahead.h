@@ -58,8 +58,11 @@ private:
             const bool value = stretch_ >= num_stretches() / 2;
             const int64_t position = chunk_ + stretch_++ * block_size_ - (value ? kChunk : 0), count = std::min(block_size_, end_key_ - position);
             if (count <= 0) continue;
+            const int64_t row_bytes = shape.padded_dim() * int64_t(sizeof(Cached));
             from_ = reinterpret_cast<const char*>(sight_->head(position, value));
-            end_ = from_ + (value && count < block_size_ ? count * shape.padded_dim() * int64_t(sizeof(Cached)) : shape.head_bytes());
+            end_ = from_ + (value ? count : block_size_) * row_bytes;
+            // An i8 cache's scales come along: who reads counts keys and values alone, and would fall behind.
+            for (int64_t i = block_size_ * row_bytes; i < shape.head_bytes(); i += 64) __builtin_prefetch(from_ + i, 0, 2);
             return true;
         }
     }

@@ -238,7 +238,7 @@ struct TileKernel {
         constexpr bool kScaled = sizeof(Cached) == 1;
         const Tiles configured;
         Sight sight(a, range);
-        const int64_t dim = a.cache_shape.padded_dim(), num_tiles = divide_up(range.end - range.begin, kTileRows);
+        const int64_t dim = a.cache_shape.padded_dim(), num_tiles = divide_up(range.num_rows(), kTileRows);
         const AttentionScratch s(context.thread_scratch[thread], dim);
         __m512i first[kTaskTiles], last[kTaskTiles];  // keys that each row sees
         int64_t earliest[kTaskTiles][2], latest[kTaskTiles][2];  // the lowest and the highest of a tile's rows
@@ -266,7 +266,7 @@ struct TileKernel {
             for_views(sight, chunk, high, [&](int64_t end, int64_t first_row, int64_t end_row) {
                 const ChunkTiles tiles = chunk_tiles<Cached>(sight, chunk, low > chunk ? low : chunk, end, s);
                 NextChunk next = next_chunk<Cached>(sight, chunk + kChunk, high);
-                const bool part = end_row - first_row < range.end - range.begin;  // the others see nothing of this
+                const bool part = end_row - first_row < range.num_rows();  // the others see nothing of this
                 for (int64_t t = first_row / kTileRows; t * kTileRows < end_row; t++) {
                     if (earliest[t][0] >= chunk + kChunk || latest[t][1] < chunk) continue;
                     const bool masked = part || earliest[t][1] > chunk || latest[t][0] < chunk + kChunk - 1;
@@ -303,7 +303,7 @@ struct TileKernel {
     void write(RowRange range, Partial partial, int) const {
         const Sight sight(a, range);
         const int64_t dim = a.cache_shape.padded_dim(), head_dim = a.cache_shape.head_dim;
-        for (int64_t t = 0; t * kTileRows < range.end - range.begin; t++) {
+        for (int64_t t = 0; t * kTileRows < range.num_rows(); t++) {
             const int64_t begin = range.begin + t * kTileRows;
             const int64_t count = range.end - begin < kTileRows ? range.end - begin : kTileRows;
             vf factor = 1.0f / load(partial.total + t * 16);

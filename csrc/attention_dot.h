@@ -584,7 +584,6 @@ struct DotKernel {
             if (sizeof(Cached) > 1) continue;
             std::memcpy(s.key_scales + block * 32, c.keys[block] + 32 * c.dim, 32 * sizeof(float));
             std::memcpy(s.value_scales + block * 32, c.values[block] + 32 * c.dim, 32 * sizeof(float));
-            if (ahead) ahead->fetch(2 * 32 * sizeof(float));  // of the next ones, too, or what is ahead falls back
         }
         look(sight, s, row, kRows, chunk);
         float* highest = partial.highest + row;
@@ -616,7 +615,7 @@ struct DotKernel {
         auto for_rows = [&](int64_t part, auto body) {  // a few at a time, and which keys they see; in either part, half of what is fetched
             for (int64_t row = 0; row < num_rows; row += at_once) {
                 const int64_t due = 32 * part + 32 * std::min(row + at_once, num_rows) / num_rows;
-                if (ahead) ahead->fetch((due - fetched) * 2 * (dim * int64_t(sizeof(Cached)) + (kScaled ? 4 : 0)));
+                if (ahead) ahead->fetch((due - fetched) * 2 * dim * int64_t(sizeof(Cached)));
                 fetched = due;
                 const int64_t count = std::min(at_once, num_rows - row);
                 uint64_t seen = masked ? 0 : ~uint64_t(0);
@@ -686,8 +685,8 @@ struct DotKernel {
         const int64_t dim = a.cache_shape.padded_dim(), rows_of_head = range.num_rows(), num_rows = rows_of_head * range.num_heads;
         const Memory all(context.thread_scratch[thread], dim, num_rows);
         auto query_of = [&](int64_t r) {
-            sight.range.kv_head = range.kv_head + r / rows_of_head;
-            return static_cast<const bf16*>(a.query) + sight.query_offset(range.begin + r % rows_of_head, a.query_stride);
+            const int64_t head = r / rows_of_head;
+            return static_cast<const bf16*>(a.query) + sight.query_offset(range.begin + r % rows_of_head, a.query_stride) + head * sight.group * a.cache_shape.head_dim;
         };
         for (int64_t r = 0; r < num_rows; r++)
             for (int64_t i = 0; i < a.cache_shape.head_dim; i += 32) _mm_prefetch(reinterpret_cast<const char*>(query_of(r) + i), _MM_HINT_T0);
@@ -709,7 +708,6 @@ struct DotKernel {
         }
         const ScoreFactors factors(a);
         // A chunk that is gathered without fetching has to be there as a whole.
-        sight.range.kv_head = range.kv_head;
         CacheAhead<Cached> ahead(sight, low, high, after, rows_of_head < kManyRows ? kLead : 2 * kChunk * dim * int64_t(sizeof(Cached)));
         const bool in_place = a.cache_shape.block_size == 32 && !a.step->tail_starts;
         auto attend_chunk = [&](int64_t chunk, const Memory& s, Partial partial) {

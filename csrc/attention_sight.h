@@ -71,7 +71,7 @@ struct Sight {
 // what sequences share for each one's, which is the sight's node then.
 template <class Body>
 inline void for_views(Sight& sight, int64_t chunk, int64_t high, const Body& body) {
-    const int64_t num_rows = sight.range.end - sight.range.begin, stop = high < chunk + kChunk ? high : chunk + kChunk;
+    const int64_t num_rows = sight.range.num_rows(), stop = high < chunk + kChunk ? high : chunk + kChunk;
     const bool whole = stop <= sight.range.shared;
     for (int64_t row = 0, next; row < num_rows; row = next) {
         int64_t end = stop;

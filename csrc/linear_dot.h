@@ -21,7 +21,7 @@ constexpr int kOwnRows = 2 * kPairRows;  // rows of x that each thread copies fo
 constexpr int kStreamedPairs = 18;     // rows that meet turned weights of bf16 as they come from memory, a few at a time
 constexpr int kTurningRows = 3;        // rows that meet codes of four bits while those are looked up, and hide half of what that takes
 constexpr int64_t kMostRows = 96, kMostBlocks = 16;
-constexpr int64_t kPieceTiles = 4;     // of a block that two groups of rows meet in turn
+constexpr int64_t kPieceTiles = 4;     // of a block that groups of rows meet in turn
 
 // Codes of four bits, of which four rows share a word: for_features expands them.
 constexpr bool comes_turned(Type type) { return type == Type::c4_32; }
@@ -162,8 +162,8 @@ inline void stream_block(const uint8_t* tile, int64_t num_tiles, int64_t tile_by
     for (int m = 0; m < kRows; m++) store_features(halves(acc[m][0], acc[m][1]), halves(acc[m][2], acc[m][3]), sums + m * 16);
 }
 
-// What to fetch: a line for each line of weights, `step` bytes further on.
-struct Ahead {
+// Memory to fetch while something else is multiplied: `step` bytes with every tile.
+struct Fetch {
     const uint8_t* from;
     int64_t step;
 };
@@ -171,7 +171,7 @@ struct Ahead {
 // As stream_block, of kRows rows of x, in floats or turned weights' own pairs, `step` apart from tile to tile. Adds to sums as they are in
 // registers, [row][4][16]. Some groups of rows meet the tiles, one after the other, and each fetches its share of what lies ahead.
 template <Type kType, bool kFloats, int kRows, int kGroups>
-inline void stream_piece(const uint8_t* tile, int64_t num_tiles, int64_t tile_bytes, const void* rows, int64_t step, Ahead ahead, float* sums) {
+inline void stream_piece(const uint8_t* tile, int64_t num_tiles, int64_t tile_bytes, const void* rows, int64_t step, Fetch ahead, float* sums) {
     using X = std::conditional_t<kFloats, float, bf16>;
     __m512 acc[kRows][4];
 #pragma GCC unroll 8
@@ -179,12 +179,13 @@ inline void stream_piece(const uint8_t* tile, int64_t num_tiles, int64_t tile_by
 #pragma GCC unroll 4
         for (int j = 0; j < 4; j++) acc[m][j] = _mm512_load_ps(sums + (m * 4 + j) * 16);
     auto four = [](const float* at) QUIRE_ALWAYS { return _mm512_broadcast_f32x4(_mm_loadu_ps(at)); };
+    [[maybe_unused]] const int64_t line_step = ahead.step / 16;
     // Line after line as they are multiplied, not some at once. Intel's CPUs fetch what lies between every fourth one by themselves, but
     // learn it anew in every page: those are fetched a page sooner.
     auto fetch = [&](int line) QUIRE_ALWAYS {
         if constexpr (!kFloats) {
             _mm_prefetch(reinterpret_cast<const char*>(ahead.from), _MM_HINT_T0);
-            ahead.from += ahead.step;
+            ahead.from += line_step;
             return;
         }
         _mm_prefetch(reinterpret_cast<const char*>(tile + kBytesAhead / 8 + line * 64), _MM_HINT_T0);
@@ -220,7 +221,7 @@ inline void stream_piece(const uint8_t* tile, int64_t num_tiles, int64_t tile_by
             }
             for_features(tile, scales, add);
         }
-        if constexpr (kFloats) ahead.from += tile_bytes / kGroups;
+        if constexpr (kFloats) ahead.from += ahead.step;
     }
 #pragma GCC unroll 8
     for (int m = 0; m < kRows; m++)
@@ -242,7 +243,7 @@ inline void stream_groups(const uint8_t* block, int64_t num_tiles, int64_t tile_
         for (int64_t i = 0; i < groups; i++) {
             const RowGroup group(num_rows, kMost, i);
             const uint8_t* tile = block + t * tile_bytes;
-            const Ahead ahead{tile + (groups == 1 && !kFloats ? 1 : 2) * kBytesAhead + tiles * tile_bytes * i / groups, 64 / groups};
+            const Fetch ahead{tile + (groups == 1 && !kFloats ? 1 : 2) * kBytesAhead + tiles * tile_bytes * i / groups, tile_bytes / groups};
             const int64_t at = t * step + group.first * 32;
             const void* rows = kFloats ? static_cast<const void*>(static_cast<const float*>(x) + at) : static_cast<const bf16*>(x) + at;
             with_rows<kMost>(group.count, [&](auto count) {
@@ -287,11 +288,6 @@ struct Turning {
 struct MemorySpan {
     const uint8_t* from;
     int64_t bytes;
-};
-// Of it `step` bytes with every tile.
-struct Fetch {
-    const uint8_t* from;
-    int64_t step;
 };
 
 // A turned block times kRows rows of x -> sums[row][16]: all features at once or, with x in floats, half of them after the other. Of pairs,
