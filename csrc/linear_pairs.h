@@ -210,6 +210,7 @@ QUIRE_INLINE Words load_bytes(const uint8_t* p, int64_t apart, int) {
 QUIRE_INLINE Words right(Words words, int bits) { return _mm512_srli_epi16(words, bits); }
 QUIRE_INLINE Words left(Words words, int bits) { return _mm512_slli_epi16(words, bits); }
 QUIRE_INLINE Words all_words(int word) { return _mm512_set1_epi16(short(word)); }
+QUIRE_INLINE Words less(Words words, int word) { return _mm512_sub_epi16(words, all_words(word)); }
 QUIRE_INLINE Words look_up(__m128i table, Words words) { return _mm512_shuffle_epi8(_mm512_broadcast_i32x4(table), words); }
 // In this register: left to GCC, sums move about, and through memory. Likewise below, and in this order: all products would come before all sums.
 template <bool>
@@ -225,6 +226,7 @@ QUIRE_INLINE Words load_bytes(const uint8_t* p, int64_t apart, int part) {
 QUIRE_INLINE Words right(Words words, int bits) { return _mm256_srli_epi16(words, bits); }
 QUIRE_INLINE Words left(Words words, int bits) { return _mm256_slli_epi16(words, bits); }
 QUIRE_INLINE Words all_words(int word) { return _mm256_set1_epi16(short(word)); }
+QUIRE_INLINE Words less(Words words, int word) { return _mm256_sub_epi16(words, all_words(word)); }
 QUIRE_INLINE Words look_up(__m128i table, Words words) { return _mm256_shuffle_epi8(_mm256_broadcastsi128_si256(table), words); }
 template <bool kAtOnce>
 QUIRE_INLINE void add_pairs(Words& sum, Words weights, Words x) {
@@ -403,7 +405,8 @@ QUIRE_ONE_COPY void few_rows(const Matrix& w, int64_t block, const PairedRows& x
         for (int part = 0; part < kParts; part++) store(sums + m * 16 + part * kLanes, total[m][part]);
 }
 
-// Tiles of a block of weights as integers, in L1, where they are none already, and what belongs to them; of two blocks where a vector has one's.
+// Tiles of a block of weights as the integers that codes mean, in L1, where they are none already, and what belongs to them; of two blocks
+// where a vector has one's.
 struct WeightPanel {
     alignas(64) uint8_t codes[kPanelVectors][kPanelTiles][16][sizeof(Words)];
     alignas(64) float scale[kPanelTiles][2][kPanelVectors * kLanes], shift[kPanelTiles][2][kPanelVectors * kLanes];
@@ -420,7 +423,7 @@ QUIRE_ONE_COPY void expand_panel(const uint8_t* from, int64_t begin, int64_t end
             const int at = place + part;
 #pragma GCC unroll 16
             for (int p = 0; p < 16 && !Tile::kReady; p++) {
-                const Words words = tile.pair(part, p);
+                const Words words = less(tile.pair(part, p), Tile::kZero);  // and not each sum of each row, which costs more than its products
                 std::memcpy(out.codes[at][t - begin][p], &words, sizeof words);
             }
             for (int group = 0; group < Tile::kGroups; group++) {
@@ -431,21 +434,24 @@ QUIRE_ONE_COPY void expand_panel(const uint8_t* from, int64_t begin, int64_t end
     }
 }
 
-// What comes next of each block, to fetch meanwhile, so many bytes with every tile.
+// What comes next, to fetch meanwhile: of each block so many bytes with every tile, and of x a tile of a panel, which lies apart.
 struct PanelFetch {
     const uint8_t* blocks[kPanelBlocks];
     int64_t step;
+    const int32_t* x;
 
     QUIRE_ALWAYS void next() {
         for (int64_t i = 0; i < step; i += 64)
             for (const uint8_t* block : blocks) fetch_soon(block + i);
         for (const uint8_t*& block : blocks) block += step;
+        for (int64_t i = 0; i < 16 * kPairedRows; i += 16) _mm_prefetch(reinterpret_cast<const char*>(x + i), _MM_HINT_T0);
+        x += 16 * kPairedRows;
     }
 };
 
-// A panel of weights, whose `vectors` of pairs of columns lie at these places, and kRows rows of one of x; sums [row][kPanelVectors * kLanes].
+// A panel of weights, whose `vectors` of pairs of columns lie at these places, and kRows rows of one of x; added to the sums `before`, [row][kPanelVectors * kLanes].
 template <class Tile, int kRows, bool kAtOnce>
-QUIRE_ONE_COPY void panel_rows(const WeightPanel& w, const uint8_t* const (&vectors)[2], int64_t num_tiles, const int32_t* codes, const float* unit, PanelFetch fetch, float* sums) {
+QUIRE_ONE_COPY void panel_rows(const WeightPanel& w, const uint8_t* const (&vectors)[2], int64_t num_tiles, const int32_t* codes, const float* unit, PanelFetch fetch, const float* before, float* sums) {
     constexpr int kPairs = 16 / Tile::kGroups, kApart = Tile::kReady ? 64 : sizeof(Words), kTileBytes = Tile::kReady ? Tile::kBytes : 16 * kApart;
     for (int64_t t = 0; t < num_tiles; t++, unit += 3 * kPairedRows) {
         asm volatile("" : : : "memory");  // sums stay where they are: there is no register for them
@@ -453,7 +459,7 @@ QUIRE_ONE_COPY void panel_rows(const WeightPanel& w, const uint8_t* const (&vect
         for (int group = 0; group < Tile::kGroups; group++) {
             Words acc[kRows][2];
 #pragma GCC unroll 12
-            for (int m = 0; m < kRows; m++) acc[m][0] = acc[m][1] = first_sum<Tile>(unit + m, group, kPairedRows);
+            for (int m = 0; m < kRows; m++) acc[m][0] = acc[m][1] = (Words)vi{};
             const int64_t at = t * kTileBytes + group * kPairs * kApart;
             for (int p = 0; p < kPairs; p++, codes += kPairedRows) {
                 Words weights[2];
@@ -470,9 +476,10 @@ QUIRE_ONE_COPY void panel_rows(const WeightPanel& w, const uint8_t* const (&vect
             for (int m = 0; m < kRows; m++)
 #pragma GCC unroll 2
                 for (int i = 0; i < 2; i++) {
-                    float* to = sums + (m * 2 + i) * kLanes;
-                    store(to, add_group<Tile>(load(to), acc[m][i], load(scale + i * kLanes), load(shift + i * kLanes), unit + m, group, kPairedRows));
+                    const int at = (m * 2 + i) * kLanes;
+                    store(sums + at, add_group<Tile>(load(before + at), acc[m][i], load(scale + i * kLanes), load(shift + i * kLanes), unit + m, group, kPairedRows));
                 }
+            before = sums;
         }
     }
 }
@@ -487,7 +494,7 @@ inline void multiply_pair(const LinearArgs& a, BlockPair pair, BlockPair next, c
     const Matrix& w = a.weight;
     const int num_panels = kPanelBlocks == 2 ? 1 : 1 + pair.has_second;
     const int64_t first_row = x.rows_of(begin).first, rows = x.rows_of(end - 1).first + x.rows_of(end - 1).count - first_row;
-    std::memset(sums, 0, num_panels * rows * kStride * sizeof(float));
+    alignas(64) static constexpr float kNone[kPairedRows * kStride] = {};
     for (int64_t t = 0; t < x.num_tiles; t += kPanelTiles) {
         const bool is_last = t + kPanelTiles >= x.num_tiles;
         const int64_t last = is_last ? x.num_tiles : t + kPanelTiles, step = round_up(divide_up(kFetched, (end - begin) * (last - t)), 64);
@@ -500,11 +507,12 @@ inline void multiply_pair(const LinearArgs& a, BlockPair pair, BlockPair next, c
             const RowGroup group = x.rows_of(panel);
             float *first = sums + (group.first - first_row) * kStride, *second = first + rows * kStride;
             for (int i = 0; i < num_panels; i++) {
-                PanelFetch fetch{{}, fetched < kFetched ? step : 0};
+                float* to = i ? second : first;
+                PanelFetch fetch{{}, fetched < kFetched ? step : 0, panel + 1 < end ? x.columns(panel + 1, t) : x.columns(begin, is_last ? 0 : last)};
                 for (int b = 0; b < kPanelBlocks; b++) fetch.blocks[b] = w.tile(i + b ? then.second : then.first, is_last ? 0 : last) + fetched;
                 with_rows<kPairedRows>(group.count, [&](auto num) {
                     const auto rows = adds_at_once() ? panel_rows<Tile, num, kHasTwoWays> : panel_rows<Tile, num, false>;
-                    rows(panels[i], vectors[i], last - t, x.columns(panel, t), x.unit(panel, t), fetch, i ? second : first);
+                    rows(panels[i], vectors[i], last - t, x.columns(panel, t), x.unit(panel, t), fetch, t ? to : kNone, to);
                 });
             }
             if (!is_last) continue;
