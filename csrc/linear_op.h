@@ -1,6 +1,8 @@
 // The operation `linear`, by the level's best product.
 #pragma once
 
+#include <algorithm>
+
 #include "linear.h"
 #include "linear_int8.h"
 #include "operation.h"
@@ -46,11 +48,18 @@ struct LinearSpec {  // inputs: x, and a residual or none
     const LoraLayer* lora;   // what adapters add, or null
 };
 
-inline void linear(const LinearSpec& s, const Operands& o, Context& context) {
-    const void* residual = o.y.data ? static_cast<const uint8_t*>(o.y.data) + s.residual_start * type_bytes(o.y.type) : nullptr;
-    void* out = static_cast<uint8_t*>(o.out.data) + s.first * type_bytes(o.out.type);
-    const LinearArgs args{s.weight, s.bias, o.x.data, out, residual, o.num_rows, o.x.stride, o.out.stride, o.y.stride,
-                          o.x.type, o.out.type, s.epilogue, s.lora, lora_inner(s.lora, o.x, o.num_rows, s.weight.cols, context), s.first};
+// Rows [first, first + num_rows).
+inline void linear_rows(const LinearSpec& s, const Operands& o, int64_t first, int64_t num_rows, Context& context) {
+    auto from = [&](const Rows& rows, int64_t column) {
+        return rows.data ? static_cast<uint8_t*>(rows.data) + (first * rows.stride + column) * type_bytes(rows.type) : nullptr;
+    };
+    const Rows x{from(o.x, 0), o.x.stride, o.x.type};
+    LoraRows slots{};
+    LoraLayer lora{};
+    if (s.lora) lora = *s.lora, slots = lora.rows->from(first), lora.rows = &slots;
+    const LoraLayer* added = s.lora ? &lora : nullptr;
+    const LinearArgs args{s.weight, s.bias, x.data, from(o.out, s.first), from(o.y, s.residual_start), num_rows, x.stride, o.out.stride, o.y.stride,
+                          x.type, o.out.type, s.epilogue, added, lora_inner(added, x, num_rows, s.weight.cols, context), s.first};
 #if defined(__AVX2__) && !defined(__AMX_BF16__)
     if (args.weight.paired && multiplies_pairs(args.weight.type) && args.type == Type::bf16) return linear_pairs(args, context);
 #endif
@@ -70,6 +79,19 @@ inline void linear(const LinearSpec& s, const Operands& o, Context& context) {
 #else
     linear(args, context);
 #endif
+}
+
+// Each task reads all rows of x, some of the weights with them: so many rows at a time as stay in the last cache, or to read them takes
+// longer than to multiply them. AMX's tasks are of some rows by themselves.
+inline void linear(const LinearSpec& s, const Operands& o, Context& context) {
+    int64_t windows = 1;
+#if !defined(__AMX_BF16__)
+    constexpr int64_t kBytes = 4 << 20, kLeastRows = 256;  // for fewer rows, weights would be read and expanded too often
+    windows = divide_up(o.num_rows, std::max(kBytes / (s.weight.cols * type_bytes(o.x.type)), kLeastRows));
+#endif
+    if (windows < 2) return linear_rows(s, o, 0, o.num_rows, context);
+    const int64_t rows = round_up(divide_up(o.num_rows, windows), 12);  // whole panels
+    for (int64_t first = 0; first < o.num_rows; first += rows) linear_rows(s, o, first, std::min(rows, o.num_rows - first), context);
 }
 
 QUIRE_OPERATION(linear, LinearSpec, QUIRE_FIELD(weight), QUIRE_FIELD(bias), QUIRE_FIELD(epilogue),

@@ -17,6 +17,8 @@ struct LoraPart {   // of one adapter, for some of a layer's output features
 
 struct LoraRows {  // of a run
     const int32_t* slots;  // the adapter's place of each row, -1 for none; null where no row has any
+
+    LoraRows from(int64_t row) const { return {slots ? slots + row : nullptr}; }
 };
 
 struct LoraLayer {

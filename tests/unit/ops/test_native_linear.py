@@ -137,6 +137,17 @@ def test_blocks_that_no_number_of_threads_divides(level: str, type: Type, thread
         assert torch.equal(product(x), alone)
 
 
+@pytest.mark.pairs
+@pytest.mark.parametrize("type", DENSE)
+def test_many_long_rows_are_multiplied_some_at_a_time(level: str, type: Type) -> None:
+    matrix, x = packed(draw(32, 16384), type), draw(450, 16384, dtype=torch.bfloat16)
+    product = Product(matrix, x.dtype, residual=True)
+    residual = draw(450, 32, dtype=x.dtype, seed=1)
+    whole = product(x, residual)
+    for start, end in ((0, 30), (140, 210), (300, 330), (449, 450)):
+        assert torch.equal(product(x[start:end], residual[start:end]), whole[start:end]), start
+
+
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_the_output_may_be_the_residual(level: str, dtype: torch.dtype) -> None:
     matrix, x, residual = packed(draw(33, 40), Type.I8), draw(50, 40, dtype=dtype), draw(50, 33, dtype=dtype, seed=1)

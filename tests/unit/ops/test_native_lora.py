@@ -77,6 +77,20 @@ def test_equals_the_reference_and_no_row_depends_on_another(
     assert torch.equal(ran(product(weight, native, dtype, parts=parts), x, width), whole)
 
 
+def test_many_long_rows(level: str) -> None:
+    """Products take some of them at a time, each with the adapters of its own rows."""
+    tokens = TokenSlots()
+    native, _ = layers(16384, [16], torch.bfloat16, tokens)
+    x = draw(450, 16384, dtype=torch.bfloat16)
+    slots = (torch.arange(450, dtype=torch.int32) % (len(RANKS) + 1)) - 1
+    program = product(draw(16, 16384, seed=3), native, x.dtype)
+    tokens.set(slots)
+    whole = ran(program, x, 16)
+    for start, end in ((0, 30), (140, 210), (300, 330), (449, 450)):
+        tokens.set(slots[start:end].clone())
+        assert torch.equal(ran(program, x[start:end], 16), whole[start:end]), start
+
+
 @pytest.mark.parametrize("features", [32, 20])
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_before_a_gate(level: str, dtype: torch.dtype, features: int) -> None:
