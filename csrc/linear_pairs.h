@@ -38,7 +38,7 @@ constexpr int kRowBits = 14;
 
 // x as integers: of a panel's rows in turn the pairs of columns; then for each tile of 32 columns what the rows are counted in,
 // and of each group of columns that share a scale of weights the sum of x. Where all codes mean so much less than they are,
-// that is an integer, so many times less than none, with which sums of products begin: as if codes were what they mean.
+// that is an integer, so many times less than none, with which sums of a few rows' products begin: as if codes were what they mean.
 struct PairedRows {
     int32_t* codes;  // [panels][pairs of columns][width]
     float* scales;   // [panels][tiles][3][width]: the unit; of up to two groups the sum, or the integer
@@ -349,7 +349,7 @@ QUIRE_INLINE vf add_group(vf total, Words sum, vf scale, vf shift, const float* 
     total = fused(__builtin_convertvector((vi)sum, vf), Tile::kScaled ? scale * counted_in : counted_in, total);
     return Tile::kShifted ? fused(shift, splat(unit[(1 + group) * width]), total) : total;
 }
-// What a sum of products begins with.
+// What a sum of a few rows' products begins with.
 template <class Tile>
 QUIRE_INLINE Words first_sum(const float* unit, int group, int width) {
     return Tile::kZero ? (Words)splat(unit[(1 + group) * width]) : (Words)vi{};
@@ -423,7 +423,7 @@ QUIRE_ONE_COPY void expand_panel(const uint8_t* from, int64_t begin, int64_t end
             const int at = place + part;
 #pragma GCC unroll 16
             for (int p = 0; p < 16 && !Tile::kReady; p++) {
-                const Words words = less(tile.pair(part, p), Tile::kZero);  // and not each sum of each row, which costs more than its products
+                const Words words = less(tile.pair(part, p), Tile::kZero);  // once for all rows: no sum of theirs has to begin with that
                 std::memcpy(out.codes[at][t - begin][p], &words, sizeof words);
             }
             for (int group = 0; group < Tile::kGroups; group++) {
@@ -449,9 +449,11 @@ struct PanelFetch {
     }
 };
 
-// A panel of weights, whose `vectors` of pairs of columns lie at these places, and kRows rows of one of x; added to the sums `before`, [row][kPanelVectors * kLanes].
+// A panel of weights, whose `vectors` of pairs of columns lie at these places, and kRows rows of one of x: what to add to the sums `before`,
+// which then are `sums`, [row][kPanelVectors * kLanes].
 template <class Tile, int kRows, bool kAtOnce>
-QUIRE_ONE_COPY void panel_rows(const WeightPanel& w, const uint8_t* const (&vectors)[2], int64_t num_tiles, const int32_t* codes, const float* unit, PanelFetch fetch, const float* before, float* sums) {
+QUIRE_ONE_COPY void panel_rows(const WeightPanel& w, const uint8_t* const (&vectors)[2], int64_t num_tiles, const int32_t* codes, const float* unit, PanelFetch fetch,
+                               const float* before, float* sums) {
     constexpr int kPairs = 16 / Tile::kGroups, kApart = Tile::kReady ? 64 : sizeof(Words), kTileBytes = Tile::kReady ? Tile::kBytes : 16 * kApart;
     for (int64_t t = 0; t < num_tiles; t++, unit += 3 * kPairedRows) {
         asm volatile("" : : : "memory");  // sums stay where they are: there is no register for them
