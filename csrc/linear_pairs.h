@@ -438,12 +438,13 @@ QUIRE_ONE_COPY void expand_panel(const uint8_t* from, int64_t begin, int64_t end
 struct PanelFetch {
     const uint8_t* blocks[kPanelBlocks];
     int64_t step;
-    const int32_t* x;
+    const int32_t* x;  // null where another panel of weights meets these rows next
 
     QUIRE_ALWAYS void next() {
         for (int64_t i = 0; i < step; i += 64)
             for (const uint8_t* block : blocks) fetch_soon(block + i);
         for (const uint8_t*& block : blocks) block += step;
+        if (kPanelBlocks == 1 && !x) return;
         for (int64_t i = 0; i < 16 * kPairedRows; i += 16) _mm_prefetch(reinterpret_cast<const char*>(x + i), _MM_HINT_T0);
         x += 16 * kPairedRows;
     }
@@ -510,7 +511,8 @@ inline void multiply_pair(const LinearArgs& a, BlockPair pair, BlockPair next, c
             float *first = sums + (group.first - first_row) * kStride, *second = first + rows * kStride;
             for (int i = 0; i < num_panels; i++) {
                 float* to = i ? second : first;
-                PanelFetch fetch{{}, fetched < kFetched ? step : 0, panel + 1 < end ? x.columns(panel + 1, t) : x.columns(begin, is_last ? 0 : last)};
+                const int32_t* next_x = panel + 1 < end ? x.columns(panel + 1, t) : x.columns(begin, is_last ? 0 : last);
+                PanelFetch fetch{{}, fetched < kFetched ? step : 0, i + 1 < num_panels ? nullptr : next_x};
                 for (int b = 0; b < kPanelBlocks; b++) fetch.blocks[b] = w.tile(i + b ? then.second : then.first, is_last ? 0 : last) + fetched;
                 with_rows<kPairedRows>(group.count, [&](auto num) {
                     const auto rows = adds_at_once() ? panel_rows<Tile, num, kHasTwoWays> : panel_rows<Tile, num, false>;
