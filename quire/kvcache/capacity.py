@@ -165,5 +165,4 @@ def _budget(request: CacheRequest, report: CacheReport) -> int:
         return request.kv_cache_memory
     share = request.gpu_memory_utilization or (GPU_SHARE if report.total_bytes else CPU_SHARE)
     total = report.total_bytes or report.available_bytes  # of a CPU it is a share of what is free
-    used = total - report.available_bytes
-    return int(total * share / request.data_parallel_size) - used - report.activation_bytes
+    return int(total * share / request.data_parallel_size) - (total - report.available_bytes) - report.activation_bytes

@@ -38,8 +38,7 @@ def cut_experts(spec: TensorSpec, hidden_size: int, by_turns: bool = False) -> I
             rows = range(number, num_rows, len(parts)) if by_turns else half
 
             def take(tensor: Tensor, expert: int = expert, rows: range = rows) -> Tensor:
-                own = tensor[expert].t() if turned else tensor[expert]
-                return own[rows.start : rows.stop : rows.step]
+                return (tensor[expert].t() if turned else tensor[expert])[rows.start : rows.stop : rows.step]
 
             size = spec.num_bytes // (spec.shape[0] * len(parts))
             name = f"{experts}.{expert}.{part}{_ENDS.get(kind, kind)}"

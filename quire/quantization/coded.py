@@ -153,8 +153,7 @@ class Coded(QuantizationMethod):
             integers, own_scales = quantize_int8(x.float())
             out = ops.integer_linear(integers, codes) * own_scales * scales.t()
             return (out if bias is None else out + bias).to(x.dtype)
-        out_dtype = torch.float32 if wide else None
-        return ops.quantized_linear(x, codes, scales, bias, out_dtype, weights.get("zeros"))
+        return ops.quantized_linear(x, codes, scales, bias, torch.float32 if wide else None, weights.get("zeros"))
 
     def operands(self, weights: Mapping[str, Tensor]) -> tuple[Any, ...] | None:
         if self._made and self._made.rounds_x:

@@ -153,8 +153,7 @@ def _http(error: HTTPException) -> ErrorInfo:
     message = str(error.detail)
     if message == HTTPStatus(error.status_code).phrase:  # nobody gave a text
         message = _PLAIN_TEXTS.get(error.status_code, message)
-    code = STATUSES.get(error.status_code, ("",))[0] or None
-    return _info(error.status_code, message, code, headers=error.headers)
+    return _info(error.status_code, message, STATUSES.get(error.status_code, ("",))[0] or None, headers=error.headers)
 
 
 _PLAIN_TEXTS = {

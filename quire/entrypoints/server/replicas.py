@@ -171,8 +171,9 @@ class ReplicasClient:
         """
         up = [replica.rank for replica in self._replicas if replica.state == "up"]
         if rank not in up or len(up) == 1:
-            message = f"engine {rank} can't restart: it and another have to be up, and {up} are."
-            raise InvalidRequestError(message, "rank")
+            raise InvalidRequestError(
+                f"engine {rank} can't restart: it and another have to be up, and {up} are.", "rank"
+            )
         logger.info("engine %d finishes its requests (%d), and starts anew then", rank, self._router.loads[rank])
         self._drain(self._replicas[rank])
 

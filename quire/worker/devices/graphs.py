@@ -153,8 +153,7 @@ class GraphedModel:
             own.append(AttentionBatch(starts, numbers(num), tables, numbers(size, value=-1), batch.block_size))
 
         def compute() -> Tensor:
-            metadata = [self._build(batch) for batch in own]
-            return self._model(self._known(ids), Step(positions, step.caches, metadata))
+            return self._model(self._known(ids), Step(positions, step.caches, [self._build(batch) for batch in own]))
 
         told = f"Capturing a graph for {size} tokens of {num} sequences of at most {context} tokens"
         with tqdm(total=1, desc=told, leave=False, disable=None):  # seconds, where kernels are compiled first

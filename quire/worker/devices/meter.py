@@ -101,8 +101,7 @@ class Meter:
                     logits[:1, :1].tolist()  # waits for a device
                     found[count] = min(clock() - begin, found.get(count, math.inf))
         largest_first = sorted(found, reverse=True)
-        least = accumulate([found[count] for count in largest_first], min)
-        return dict(zip(largest_first, least, strict=True))
+        return dict(zip(largest_first, accumulate([found[count] for count in largest_first], min), strict=True))
 
     def _sequences(self, lengths: Sequence[int], context: int) -> StepArrays:
         """Sequences of so many tokens each, in block 0 all of them, with tables for a context of that length.

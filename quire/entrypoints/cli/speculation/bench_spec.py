@@ -74,10 +74,8 @@ class _Run:
 def add_flags(parser: ArgumentParser) -> None:
     """The flags of `quire bench spec`."""
     parser.usage = "%(prog)s [MODEL] [options]"
-    what = (
-        "a speculative_config to measure; repeat. Default: ngram and suffix, and for the demo what is bundled with it: "
-    )
-    what += "demo-draft, demo-medusa, demo-eagle, demo-eagle3"
+    what = "a speculative_config to measure; repeat. Default: ngram and suffix, and for the demo what is bundled "
+    what += "with it: demo-draft, demo-medusa, demo-eagle, demo-eagle3"
     parser.add_argument("--try", action="append", dest="tried", type=json_object, metavar="JSON", help=what)
     lists: list[tuple[str, str, Any, list[Any], str]] = [
         ("--num-speculative-tokens", "+", positive_int, [1, 3, 5], "most drafts, where no configuration says how many"),
