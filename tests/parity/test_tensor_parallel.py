@@ -12,8 +12,10 @@ from typing import Any, TypeVar
 
 import pytest
 import torch
+from torch.distributed import TCPStore
 
 from quire.distributed.groups import Group, GroupAbortedError, segment_bytes
+from quire.distributed.network import NetworkGroup
 from quire.errors import ModelLoadError
 
 pytest.importorskip("transformers")
@@ -149,6 +151,29 @@ def test_two_ranks_of_quantized_weights(
 def test_four_ranks(saved: Callable[[str], Path], tmp_path: Path, kernels: str, name: str) -> None:
     """More than KV heads; parts of a vocabulary of 97 that are not even."""
     check(saved(name), tmp_path, 4, kernels=kernels)
+
+
+@pytest.mark.parametrize("reduces", [False, True])
+@pytest.mark.parametrize("name", ["llama", "qwen2-moe", "gpt-oss"])
+def test_ranks_of_several_nodes(saved: Callable[[str], Path], kernels: str, name: str, reduces: bool) -> None:
+    """Who gather have one rank's bits; who add up add a residual once, and not once a rank."""
+    expected = logits(tiny.build_ours(saved(name), kernels=kernels))
+    store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+
+    def run(rank: int) -> torch.Tensor:
+        own = TCPStore("127.0.0.1", store.port, is_master=False, wait_for_workers=False)
+        group = NetworkGroup(own, "127.0.0.1", rank, 2)
+        ours = tiny.build_ours(saved(name), group=group, reduces=reduces, kernels=kernels)
+        group.agree(None)
+        return logits(ours)
+
+    with ThreadPoolExecutor(2) as pool:
+        first, second = pool.map(run, range(2))
+    assert torch.equal(first, second)
+    if reduces:
+        torch.testing.assert_close(first, expected, rtol=1e-4, atol=1e-4)
+    else:
+        assert torch.equal(first, expected)
 
 
 def test_three_ranks_are_refused_by_name(saved: Callable[[str], Path], tmp_path: Path) -> None:

@@ -180,8 +180,8 @@ class ProgramBuilder:
             product = None
         elif last.op == "gather" and last.writes is x and not x.kept:  # each rank adds its columns of the sum
             product = self.fusible_product(last.reads[0], -2)
-        elif last.op == "reduce" and last.writes is x and not x.kept and len(last.reads) == 1:
-            product = last  # after all ranks' addends
+        elif last.op == "reduce" and last.writes is x and not (x.kept or last.after) and len(last.reads) == 1:
+            product = last  # after all ranks' addends; where the host adds up, each rank would bring it
         else:
             product = self.fusible_product(x)
         if isinstance(last, NativeStep) and product is not None and y is not x and y.type == self.type:
