@@ -6,7 +6,8 @@
 PEERS is the folder of `workloads.py`; its workloads come first, then those of `more_workloads.py` that WORKLOADS names.
 All steps that the engine took count, each by itself, as in `quire bench step`: bytes of weights, and of keys and values
 (blocks that sequences share once), and operations of products and of attention. Bare loops are timed before and after
-each workload, and the better counts; what is not a kernel has no floor.
+each workload, and the better counts; what is not a kernel has no floor, nor have a mixture's experts: plans don't say
+which are chosen.
 """
 
 import json
@@ -100,7 +101,7 @@ def main() -> None:
         llm.generate([{"prompt_token_ids": prompt} for prompt in prompts], params, use_tqdm=False)
         seconds = time.perf_counter() - start
         limits = Limits(*map(max, astuple(before), astuple(measure_limits(model))))
-        spent = list(model.spent())
+        spent = model.spent()
         kernels = [kernels_of(llm, spent, work, model.target.level) for work in steps.works]
         floor = sum(kernel.floor(limits) for step in kernels for kernel in step)
         figures = {"name": name, "sec": round(seconds, 3), "floor": round(floor, 3), "share": round(floor / seconds, 3)}

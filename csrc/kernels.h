@@ -27,6 +27,12 @@ inline int64_t type_bytes(Type type) { return type == Type::f32 ? 4 : type == Ty
 inline int64_t round_up(int64_t n, int64_t to) { return (n + to - 1) / to * to; }
 inline int64_t divide_up(int64_t n, int64_t by) { return (n + by - 1) / by; }
 
+// Elements from row to row. Not whole pages: the rows that a kernel reads at once would meet in the same few lines of L1.
+inline int64_t row_stride(int64_t width, Type type) {
+    const int64_t stride = round_up(width, 32);
+    return stride * type_bytes(type) % 4096 ? stride : stride + 32;
+}
+
 // A weight matrix, [rows = output features, cols = input features], in blocks of 16 rows; a block holds its tiles of
 // 16 x 32 one after the other, zeros beyond the last row and column. See pack.h for what is in a tile.
 struct Matrix {
@@ -80,10 +86,11 @@ struct Context {
     ThreadPool pool;
     const int64_t cache = second_level_cache();  // bytes of it that blocking may count on, a core
     Scratch shared, lora;
+    Scratch choices, gathered, between;  // of experts (experts.h)
     std::vector<Scratch> thread_scratch, thread_scratch2;
 
     size_t scratch_bytes() const {
-        size_t bytes = shared.bytes() + lora.bytes();
+        size_t bytes = shared.bytes() + lora.bytes() + choices.bytes() + gathered.bytes() + between.bytes();
         for (const Scratch& scratch : thread_scratch) bytes += scratch.bytes();
         for (const Scratch& scratch : thread_scratch2) bytes += scratch.bytes();
         return bytes;

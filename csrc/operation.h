@@ -34,7 +34,14 @@ struct Operands {
     const StepArgs* steps;   // by KV group; null where the program needs none
     uint8_t* const* caches;  // by layer
     Type cache_type;
+    Rows more[2];  // what some take beside x and y
 };
+
+class Program;
+
+// Runs instructions [first, last) of a program that makes its buffer 1 of its buffer 0 and has none of its own: for operations that are
+// made of others.
+void run_part(Program& program, int64_t first, int64_t last, int64_t num_rows, const Rows& x, const Rows& out, Context& context);
 
 // The heads of an operation on a layer's cache.
 struct HeadSpec {

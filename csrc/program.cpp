@@ -8,11 +8,7 @@
 namespace quire {
 namespace {
 
-// Not whole pages: the rows that a kernel reads at once would meet in the same few lines of L1.
-int64_t stride_of(const Buffer& buffer) {
-    const int64_t stride = round_up(buffer.width, 32);
-    return stride * type_bytes(buffer.type) % 4096 ? stride : stride + 32;
-}
+int64_t stride_of(const Buffer& buffer) { return row_stride(buffer.width, buffer.type); }
 
 // One run: where each buffer is.
 struct Run {
@@ -29,7 +25,7 @@ struct Run {
 
     void operator()(const Instruction& i) const {
         const Operands operands{args.num_rows, rows(i.inputs[0]), rows(i.inputs[1]), rows(i.output),
-                                args.steps,    args.caches,       args.cache_type};
+                                args.steps,    args.caches,       args.cache_type,   {rows(i.inputs[2]), rows(i.inputs[3])}};
         kernels.operations[i.op].run(i.spec, operands, context);
     }
 };
@@ -50,7 +46,7 @@ std::vector<HeadSpec> heads_in(const std::vector<Instruction>& instructions, con
 Program::Program(const ProgramSpec& spec)
     : instructions_(spec.instructions, spec.instructions + spec.num_instructions),
       buffers_(spec.buffers, spec.buffers + spec.num_buffers), own_(spec.num_buffers), kernels_(*spec.kernels),
-      num_threads_(spec.num_threads), caches_(heads_in(instructions_, kernels_)), seconds_(spec.num_instructions) {}
+      num_threads_(spec.num_threads), caches_(heads_in(instructions_, kernels_)), spent_(spec.num_instructions) {}
 
 void Program::reserve(int64_t num_rows) {
     for (size_t i = 0; i < buffers_.size(); i++) {
@@ -67,7 +63,7 @@ void Program::run(const RunArgs& args, Context& context) {
         int64_t bytes = args.num_rows * stride_of(buffers_[i]) * type_bytes(buffers_[i].type);
         memory[i] = buffers_[i].bound ? args.bound[i] : own_[i].get<uint8_t>(bytes);
     }
-    caches_.reach({args.num_rows, {}, {}, {}, args.steps, args.caches, args.cache_type}, context);
+    caches_.reach({args.num_rows, {}, {}, {}, args.steps, args.caches, args.cache_type, {}}, context);
     const Run run{args, buffers_, memory, kernels_, context};
     if (!timed_) {
         for (int64_t i = args.first; i < args.last; i++) run(instructions_[i]);
@@ -77,13 +73,33 @@ void Program::run(const RunArgs& args, Context& context) {
     for (int64_t i = args.first; i < args.last; i++) {
         const auto start = Clock::now();
         run(instructions_[i]);
-        seconds_[i] += std::chrono::duration<double>(Clock::now() - start).count();
+        Spent& spent = spent_[i];
+        spent.seconds += std::chrono::duration<double>(Clock::now() - start).count();
+        spent.calls++, spent.rows += args.num_rows;
     }
+}
+
+void Program::run_part(int64_t first, int64_t last, int64_t num_rows, const Rows& x, const Rows& out, Context& context) {
+    const int64_t count = num_buffers();
+    std::vector<void*> memory{x.data, out.data};
+    std::vector<int64_t> strides{x.stride, out.stride}, starts{0};
+    for (int64_t i = 2; i < count; i++) {
+        strides.push_back(stride_of(buffers_[i]));
+        starts.push_back(starts.back() + num_rows * strides.back() * type_bytes(buffers_[i].type));
+    }
+    uint8_t* between = context.between.get<uint8_t>(starts.back());
+    for (int64_t i = 2; i < count; i++) memory.push_back(between + starts[i - 2]);
+    run({num_rows, nullptr, memory.data(), strides.data(), nullptr, first, last, x.type}, context);
+}
+
+void run_part(Program& program, int64_t first, int64_t last, int64_t num_rows, const Rows& x, const Rows& out, Context& context) {
+    program.run_part(first, last, num_rows, x, out, context);
 }
 
 namespace {
 
 QUIRE_STRUCT(Instruction, QUIRE_FIELD(op), QUIRE_FIELD(inputs), QUIRE_FIELD(output), QUIRE_FIELD(spec));
+QUIRE_STRUCT(Spent, QUIRE_FIELD(seconds), QUIRE_FIELD(calls), QUIRE_FIELD(rows));
 QUIRE_STRUCT(Buffer, QUIRE_FIELD(width), QUIRE_FIELD(type), QUIRE_FIELD(bound));
 QUIRE_STRUCT(ProgramSpec, QUIRE_FIELD(instructions), QUIRE_FIELD(num_instructions), QUIRE_FIELD(buffers),
              QUIRE_FIELD(num_buffers), QUIRE_FIELD(kernels), QUIRE_FIELD(num_threads));
@@ -109,4 +125,4 @@ QUIRE_API(void, quire_program_run, Program* program, const RunArgs* args) {
     const Call call(program->num_threads());
     program->run(*args, call.context);
 }
-QUIRE_API(const double*, quire_program_times, Program* program) { return program->times(); }
+QUIRE_API(const Spent*, quire_program_spent, Program* program) { return program->spent(); }

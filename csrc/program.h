@@ -6,13 +6,15 @@
 // for a run.
 #pragma once
 
+#include <algorithm>
+
 #include "touch.h"
 
 namespace quire {
 
 struct Instruction {
     int32_t op;         // a place in the list of operations
-    int32_t inputs[2];  // buffers; -1: none
+    int32_t inputs[4];  // buffers; -1: none
     int32_t output;
     alignas(8) uint8_t spec[kSpecBytes];  // the operation's own struct
 };
@@ -42,6 +44,11 @@ struct RunArgs {
     Type cache_type;
 };
 
+struct Spent {  // in an instruction
+    double seconds;
+    int64_t calls, rows;
+};
+
 class Program {
 public:
     explicit Program(const ProgramSpec& spec);
@@ -54,11 +61,14 @@ public:
     // Makes room for that many rows and touches it: fresh pages are slow.
     void reserve(int64_t num_rows);
     void run(const RunArgs& args, Context& context);
+    void run_part(int64_t first, int64_t last, int64_t num_rows, const Rows& x, const Rows& out, Context& context);
 
-    // Seconds spent in each instruction since this was first asked for.
-    const double* times() {
+    // What was spent in each instruction since this was last asked for; nothing the first time.
+    const Spent* spent() {
         timed_ = true;
-        return seconds_.data();
+        told_ = spent_;
+        std::fill(spent_.begin(), spent_.end(), Spent{});
+        return told_.data();
     }
 
 private:
@@ -70,7 +80,7 @@ private:
     TouchedCaches caches_;
     int64_t reserved_rows_ = 0;
     bool timed_ = false;
-    std::vector<double> seconds_;
+    std::vector<Spent> spent_, told_;
 };
 
 }  // namespace quire

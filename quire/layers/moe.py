@@ -1,14 +1,13 @@
 """Mixture of experts: a router sends each token to a few of many gated MLPs, and sums what they answer.
 
 A token's choice and sum depend on that token alone: experts are summed in the order of their numbers. Router and
-shared expert are layers as any other; the rest is computed between them, by native kernels only as for products.
+shared expert are layers as any other; the rest is one operation, `quire.ops.mixture`.
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 
-import torch
 from torch import Tensor, nn
 
 from quire import ops
@@ -40,10 +39,6 @@ class Routing:
                 f"config.json gives each token {self.top_k} of {self.num_experts} experts (num_experts_per_tok); it "
                 "must be at least one, and no more than there are."
             )
-
-    def choose(self, scores: Tensor) -> tuple[Tensor, Tensor]:
-        """Scores [T, E] -> weights, float32 [T, k], and experts, int64 [T, k]; of equals the first is chosen."""
-        return ops.route(scores, self.top_k, self.renormalize)
 
 
 class MixtureOfExperts(nn.Module):
@@ -79,11 +74,10 @@ class MixtureOfExperts(nn.Module):
 
     def forward(self, x: Tensor, step: Step) -> Tensor:
         """[T, H] -> [T, H]."""
-        inputs = [x, self.gate(x, step)]
+        shared: list[Tensor] = []
         if self.shared_expert is not None and self.shared_expert_gate is not None:
-            inputs += [self.shared_expert(x, step), self.shared_expert_gate(x, step)]
-        experts = replace(self._all, runs={i: ops.on_rows(run, x) for i, run in self._all.runs.items()})
-        return ops.host(_Mixture(self.routing, experts), inputs, self.gate.shape.in_features)
+            shared = [self.shared_expert(x, step), self.shared_expert_gate(x, step)]
+        return ops.mixture(x, self.gate(x, step), shared, self.routing.top_k, self.routing.renormalize, self._all)
 
 
 def _weights(experts: Sequence[GatedMLP]) -> tuple[list[Mapping[str, Tensor]], list[Mapping[str, Tensor]]] | None:
@@ -93,19 +87,3 @@ def _weights(experts: Sequence[GatedMLP]) -> tuple[list[Mapping[str, Tensor]], l
     if alike and not any(x.shard or not x.method.suits_experts for pair in pairs for x in pair):
         return [first.weights for first, _ in pairs], [second.weights for _, second in pairs]
     return None
-
-
-@dataclass(frozen=True)
-class _Mixture:
-    """What is computed between the layers."""
-
-    routing: Routing
-    experts: ops.Experts
-
-    def __call__(
-        self, x: Tensor, scores: Tensor, shared: Tensor | None = None, shared_score: Tensor | None = None
-    ) -> Tensor:
-        total = ops.mix(x, *self.routing.choose(scores), self.experts)
-        if shared is not None and shared_score is not None:
-            total += shared.float() / torch.neg(shared_score.float()).exp_().add_(1.0)  # torch's sigmoid has two bodies
-        return total.to(x.dtype)

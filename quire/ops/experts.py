@@ -1,12 +1,18 @@
 """Mixtures of experts, of which each token goes to a few: the choice among them, and the sum of what they answer."""
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from functools import partial
+from typing import Any, cast
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from quire.ops.gather import Meeting
+from quire.ops.native.builder import ProgramBuilder, Value, recorded
+from quire.ops.native.program import Program
+from quire.ops.native.structs import Type
 from quire.ops.table import op
 
 
@@ -63,19 +69,68 @@ def route(scores: Tensor, top_k: int, renormalize: bool) -> tuple[Tensor, Tensor
 @op
 def mix(x: Tensor, weights: Tensor, chosen: Tensor, experts: Experts) -> Tensor:
     """``sum of weight * expert(x)``: [T, H], [T, k], [T, k] -> float32 [T, H], in the order of the experts' numbers."""
-    top_k, weights, chosen = chosen.shape[1], weights.flatten(), chosen.flatten()
-    by_expert = chosen.argsort(stable=True)
+    order = chosen.flatten().argsort(stable=True)
+    counts = torch.bincount(chosen.flatten(), minlength=experts.count).tolist()
     total = torch.zeros_like(x, dtype=torch.float32)
-    counts = torch.bincount(chosen, minlength=experts.count).tolist()
-    users = {i: slots for i, slots in enumerate(by_expert.split(counts)) if len(slots)}
-    rows = {i: slots // top_k for i, slots in users.items()}
-    answers = {i: experts.runs[i](x.index_select(0, rows[i])) for i in users if i in experts.runs}
-    if experts.owners is not None:  # summed in one rank's order all the same
-        several = x.new_empty(len(chosen), x.shape[1])
-        for i, answer in answers.items():
-            several[users[i]] = answer
-        several = experts.owners.group.gather_rows(several, chosen, experts.owners.starts)
-        answers = {i: several[slots] for i, slots in users.items()}
-    for i, slots in users.items():
-        total.index_add_(0, rows[i], answers[i].float().mul_(weights[slots, None]))
+    for slots, answers in zip(order.split(counts), _answers(x, chosen, experts).split(counts), strict=True):
+        total.index_add_(0, slots // chosen.shape[1], answers.float().mul_(weights.flatten()[slots, None]))
     return total
+
+
+def _answers(x: Tensor, chosen: Tensor, experts: Experts) -> Tensor:
+    """What each token's experts answer, [T * k, H], sorted by expert and then by token."""
+    by_expert, order = chosen.flatten().sort(stable=True)
+    answers = x.new_empty(len(order), x.shape[1])
+    starts = torch.searchsorted(by_expert, torch.arange(experts.count + 1, device=x.device)).tolist()
+    for i, run in experts.runs.items():
+        if (own := slice(*starts[i : i + 2])).start < own.stop:
+            answers[own] = run(x[order[own] // chosen.shape[1]])
+    if (owners := experts.owners) is None:
+        return answers
+    return owners.group.gather_rows(answers, by_expert, owners.starts)
+
+
+@op
+def mixture(
+    x: Tensor, scores: Tensor, shared: Sequence[Tensor], top_k: int, renormalize: bool, experts: Experts
+) -> Tensor:
+    """What `experts` answer x, [T, H], chosen and weighed by scores [T, E], and what a shared one does: -> [T, H].
+
+    shared: nothing, or its answers [T, H], and scores [T, 1] whose sigmoid is their weight.
+    """
+    total = mix(x, *route(scores, top_k, renormalize), experts)
+    if shared:
+        answers, weights = shared
+        total += answers.float() / torch.neg(weights.float()).exp_().add_(1.0)  # torch's sigmoid has two bodies
+    return total.to(x.dtype)
+
+
+@mixture.native
+def _build(x: Value, scores: Value, shared: Sequence[Value], top_k: int, renormalize: bool, experts: Experts) -> Value:
+    builder, own = x.builder, ProgramBuilder(x.builder.dtype, x.builder.target)
+    rows: Any = recorded(own.input(x.width))
+    program = own.finish([cast(Any, run(rows)) for run in experts.runs.values()], apart=True)
+    # From row to row no whole pages: those that a kernel writes at once would meet in the same few lines of L1.
+    stride = x.width + 32 * (x.width * x.dtype.itemsize % 4096 == 0)
+    told: dict[str, Any] = {"count": experts.count, "top_k": top_k, "renormalize": renormalize}
+    told |= {"width": x.width, "stride": stride}
+    routes = builder.append("route", [scores], 2 * top_k, type=Type.F32, **told)
+    if experts.owners is None and program.is_whole:
+        ends = torch.tensor([cast(range, parts[-1]).stop for parts in program.plan.functions])
+        parts: dict[str, Any] = {"program": builder.part(program), "ends": builder.address(ends)}
+        answers = builder.append("experts", [x, routes], top_k * stride, **told, **parts)
+    else:  # who have rows elsewhere meet in torch
+        here = replace(experts, runs={i: partial(_run, program, n) for n, i in enumerate(experts.runs)})
+
+        def answer(x: Tensor, routes: Tensor) -> Tensor:
+            found = _answers(x, routes[:, top_k:].view(torch.int32), here)
+            return F.pad(found, (0, stride - x.shape[1])).view(len(x), -1)
+
+        answers = builder.host(answer, [x, routes], top_k * stride)
+    return builder.append("mix", [answers, routes, *shared], x.width, **told)
+
+
+def _run(program: Program, function: int, rows: Tensor) -> Tensor:
+    out = torch.empty_like(rows)
+    program.run([rows, out], function=function)
+    return out

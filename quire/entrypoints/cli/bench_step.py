@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from quire.ops.native.program import Spent
 
 _Spents = list["Spent"]
-_Timed = tuple[float, int, list[_Spents], float]
+_Timed = tuple[float, int, tuple[_Spents, _Spents], float]
 _READ_BYTES = 1 << 28  # that no cache holds
 _MULTIPLY_ROUNDS = 1 << 20
 _COLOURS = {"memory": "#3a7bd5", "multiplication": "#3aa76d", "neither": "#9a9a9a"}
@@ -198,16 +198,14 @@ def _steps(llm: "LLM", model: "CompiledModel", prompts: list[Any], most: int) ->
     # One more than prompts take: the first that decodes meets cache blocks that nothing has touched.
     while most and (len(made) < len(prompts) or min(made.values()) < 2):
         step()
-    before, done, mean = model.spent(), 0, sum(made.values()) / len(prompts)
-    start = time.perf_counter()
+    model.spent()  # what was until now
+    done, mean, start = 0, sum(made.values()) / len(prompts), time.perf_counter()
     while engine.has_unfinished_requests() and (not most or done < most):
         step()
         done += 1
     seconds = time.perf_counter() - start
-    pairs = [zip(own, then, strict=True) for own, then in zip(model.spent(), before, strict=True)]
     engine.abort_request(names)
-    spent = [[now._replace(seconds=now.seconds - then.seconds) for now, then in own] for own in pairs]
-    return seconds, done, spent, mean + (done - 1) / 2
+    return seconds, done, model.spent(), mean + (done - 1) / 2
 
 
 def _prompt_keys(size: int, length: int, num_steps: int) -> tuple[Callable[[float], float], Callable[[float], float]]:
@@ -229,7 +227,7 @@ def _decoding_keys(size: int, context: float, shared: int) -> tuple[Callable[[fl
     return lambda window: size * min(window, context), read
 
 
-def kernels_of(llm: "LLM", spent: list[_Spents], work: Work, level: str) -> list[Kernel]:
+def kernels_of(llm: "LLM", spent: tuple[_Spents, _Spents], work: Work, level: str) -> list[Kernel]:
     """What a step's kernels did, by kinds; of products by weights."""
     from quire.ops.native.matrix import PackedMatrix, weight_order
     from quire.ops.native.structs import Type
@@ -238,23 +236,25 @@ def kernels_of(llm: "LLM", spent: list[_Spents], work: Work, level: str) -> list
     key_bytes = 1 if report and report.kv_cache_dtype == "int8" else 4 if llm.model_config.dtype == "float32" else 2
     found: dict[str, Kernel] = {}
     for tokens, own in zip((work.num_tokens, work.num_outputs), spent, strict=True):
-        for op, spec, seconds in own:
+        for op, spec, seconds, calls, rows, inner in own:
             name, num_bytes, operations, rounds_x = op, 0.0, 0.0, 0
+            calls, rows = (calls / work.num_steps, rows / work.num_steps) if inner else (1, tokens)
             if op == "linear":
                 weight, kind, size = spec.weight, Type(spec.weight.type), (spec.weight.rows, spec.weight.cols)
                 name = f"product {size[0]} x {size[1]} {kind.name.lower().split('_')[0]}"
-                num_bytes, operations = math.prod(PackedMatrix.data_shape(*size, kind)), 2.0 * math.prod(size) * tokens
+                num_bytes = calls * math.prod(PackedMatrix.data_shape(*size, kind))
+                operations = 2.0 * math.prod(size) * rows
                 rounds_x = order[2] if (order := weight_order(level, kind))[:2] == (kind, weight.paired) else 0
             elif op == "attention":
                 heads, window = spec.heads, spec.window or math.inf
                 num_bytes = work.read(window) * heads.num_kv_heads * heads.head_dim * 2 * key_bytes
                 operations = 4.0 * work.seen(window) * heads.num_heads * heads.head_dim
             kernel = found.setdefault(name, Kernel(name, rounds_x=rounds_x))
-            kernel.calls += 1
+            kernel.calls += calls
             kernel.seconds += seconds / work.num_steps
             kernel.num_bytes += num_bytes
             kernel.operations += operations
-    return [kernel for name, kernel in found.items() if name != "host" or kernel.seconds]
+    return [*found.values()]
 
 
 def _print_table(title: str, step: float, tokens: float, kernels: list[Kernel], limits: Limits) -> None:

@@ -3,7 +3,7 @@
 Recording runs the model's own `forward` with `Value`s in place of tensors: each operation of `quire.ops` appends itself
 to the `ProgramBuilder` that the value belongs to. Neighbours are fused where a kernel does both (a product with the
 activation or the residual sum after it). What no kernel does is a host instruction: a function in torch, between two
-parts of the program. `ProgramBuilder.finish` assigns the buffers and makes the `Program`.
+parts of the program. `ProgramBuilder.finish` assigns the buffers and makes the `Program`, of one function or several.
 """
 
 import ctypes
@@ -237,6 +237,12 @@ class ProgramBuilder:
         self._held.append(owner)
         return ctypes.addressof(struct)
 
+    def part(self, program: Program) -> int:
+        """A program that an operation runs, for its spec."""
+        self._held.append(program)
+        self.check = self.check or program.check
+        return program.handle
+
     def tell(self, value: Value, **told: Any) -> Value:
         """Tell the operations more that were just recorded and made `value`."""
         made = list(itertools.takewhile(lambda step: step.writes is value, reversed(self._steps)))
@@ -247,8 +253,11 @@ class ProgramBuilder:
                 setattr(step.spec, name, what)
         return value
 
-    def finish(self, outputs: Value | Sequence[Value]) -> Program:
+    def finish(self, outputs: Value | Sequence[Value], *, apart: bool = False) -> Program:
         """The program that computes `outputs`, one or several.
+
+        Args:
+            apart: they are functions, recorded one after the other, of which a run computes one.
 
         Raises:
             ValueError: an output that is an input, or there twice.
@@ -258,7 +267,7 @@ class ProgramBuilder:
         if len(set(bound)) < len(bound):
             raise ValueError("an output must be computed, and be there once")
         assert not any(value.fused for value in outputs), "an output was fused into another value; keep() it"
-        return Program(_plan(self._steps, bound), self.target, self._held, self.check)
+        return Program(_plan(self._steps, self._inputs, outputs, apart), self.target, self._held, self.check)
 
     def _record(self, step: Step) -> Value:
         assert not any(value.fused for value in step.reads), _FUSED
@@ -270,12 +279,17 @@ def _values(step: Step) -> list[Value]:
     return [*step.reads, step.writes]
 
 
-def _plan(steps: list[Step], bound: list[Value]) -> Plan:
+def _plan(steps: list[Step], inputs: Sequence[Value], outputs: Sequence[Value], apart: bool) -> Plan:
     """Number the buffers: first those that the caller brings, then what host functions touch, then the others."""
+    bound = [*inputs, *(outputs[:1] if apart else outputs)]
     number = {value: i for i, value in enumerate(bound)}
     buffers = [c_struct("Buffer")(width=value.width, type=value.type, bound=True) for value in bound]
-    touched = {value for step in steps if isinstance(step, HostStep) for value in _values(step)}
-    touched |= {step.writes for step in steps if isinstance(step, NativeStep) and step.after is not None}
+    if apart:
+        number |= dict.fromkeys(outputs, len(inputs))
+        touched = {value for step in steps for value in _values(step)}
+    else:
+        touched = {value for step in steps if isinstance(step, HostStep) for value in _values(step)}
+        touched |= {step.writes for step in steps if isinstance(step, NativeStep) and step.after is not None}
     _assign(steps, touched - number.keys(), number, buffers, bound=True)
     num_bound = len(buffers)
     _assign(steps, {value for step in steps for value in _values(step)} - number.keys(), number, buffers, bound=False)
@@ -284,7 +298,7 @@ def _plan(steps: list[Step], bound: list[Value]) -> Plan:
         [step.struct(number) for step in native],
         [step.spec.heads for step in native if hasattr(step.spec, "heads")],
         buffers,
-        _parts(steps, number),
+        _functions(steps, outputs if apart else [steps[-1].writes], number),
         num_brought=len(bound),
         num_bound=num_bound,
         needs_step=any(step.needs_step for step in steps),
@@ -311,19 +325,20 @@ def _assign(
                 free.setdefault((value.width, value.type), []).append(number[value])
 
 
-def _parts(steps: list[Step], number: dict[Value, int]) -> list[Part]:
-    """The steps as native parts with host calls between them."""
-    parts: list[Part] = []
-    first = last = 0
-    for step in steps:
-        if isinstance(step, NativeStep):
-            last += 1
-            if step.after is None:
-                continue
-        if last > first:
+def _functions(steps: list[Step], outputs: Sequence[Value], number: dict[Value, int]) -> list[list[Part]]:
+    """Those that end with the outputs, each as native parts with host calls between them."""
+    functions, parts = list[list[Part]](), list[Part]()
+    made = {step.writes: i for i, step in enumerate(steps)}
+    ends, first, last = [made[value] for value in outputs], 0, 0
+    for i, step in enumerate(steps):
+        last += isinstance(step, NativeStep)
+        is_call = isinstance(step, HostStep) or step.after is not None
+        if last > first and (is_call or i in ends):
             parts.append(range(first, last))
             first = last
-        parts.append(step.call(number))
-    if last > first or not parts:
-        parts.append(range(first, last))
-    return parts
+        if is_call:
+            parts.append(step.call(number))
+        if i in ends:
+            functions.append(parts)
+            parts = []
+    return functions

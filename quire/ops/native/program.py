@@ -6,7 +6,6 @@ torch, then the next part. Knows no models and no recording.
 """
 
 import ctypes
-import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -115,24 +114,33 @@ class Plan:
         heads: those of instructions on a layer's cache.
         buffers: first the `num_brought` that the caller brings to each run, inputs and then outputs; up to `num_bound`
             those that host calls touch; then the program's own.
+        functions: the parts of each; a run computes one.
         needs_step: some of it looks at the step's tokens.
     """
 
     instructions: list[ctypes.Structure]
     heads: list[ctypes.Structure]
     buffers: list[ctypes.Structure]
-    parts: list[Part]
+    functions: list[list[Part]]
     num_brought: int
     num_bound: int
     needs_step: bool
 
 
 class Spent(NamedTuple):
-    """Seconds in an instruction, of which operation, and the struct it is told beside operands; None of the host."""
+    """Seconds in an instruction, of which operation, and the struct it is told beside operands.
+
+    Attributes:
+        calls, rows: how often, and for how many rows together.
+        inner: it is of an expert, whose rows are not the step's.
+    """
 
     op: str
     spec: Any
     seconds: float
+    calls: int = 0
+    rows: int = 0
+    inner: bool = False
 
 
 class Program:
@@ -144,21 +152,21 @@ class Program:
 
     Attributes:
         handle: the library's own object.
+        plan: what it is made of.
         is_whole: one native call runs all of it.
     """
 
     def __init__(self, plan: Plan, target: Target, held: list[object], check: Callable[[], None] | None = None) -> None:
         self.target = target
-        self._check = check
+        self.check = check
         self._library = loaded_library()
         self._held = held
-        self._plan = plan
-        self.is_whole = not any(isinstance(part, HostCall) for part in plan.parts)
+        self.plan = plan
+        self.is_whole = not any(isinstance(part, HostCall) for parts in plan.functions for part in parts)
         self._bound = [(b.width, Type(b.type)) for b in plan.buffers[: plan.num_bound]]
         self._row_bytes = sum(b.width * DTYPE_OF[Type(b.type)].itemsize for b in plan.buffers if not b.bound)
         self._num_layers = 1 + max((h.layer for h in plan.heads), default=-1)
         self._num_groups = 1 + max((h.group for h in plan.heads), default=0)
-        self._host_seconds: float | None = None  # None: nobody asked yet
         code = (c_struct("Instruction") * len(plan.instructions))(*plan.instructions)
         memory = (c_struct("Buffer") * len(plan.buffers))(*plan.buffers)
         spec = c_struct("ProgramSpec")(
@@ -185,24 +193,33 @@ class Program:
         self._library.quire_program_reserve(self.handle, num_rows)
 
     def spent(self) -> list[Spent]:
-        """Of each instruction, and of all host calls, since this was first called; for profiles."""
-        times, names = self._library.quire_program_times(self.handle), operation_names()
-        seconds = ctypes.cast(times, ctypes.POINTER(ctypes.c_double))
-        self._host_seconds = self._host_seconds or 0.0
-        found = [Spent("host", None, self._host_seconds)]
-        for number, made in enumerate(self._plan.instructions):
-            name = names[made.op]
-            found.append(Spent(name, c_struct(name).from_buffer_copy(bytes(made.spec)), seconds[number]))
+        """Of each instruction, and of its experts', since this was last asked for; nothing the first time."""
+        own = ctypes.cast(self._library.quire_program_spent(self.handle), ctypes.POINTER(c_struct("Spent")))
+        parts = {part.handle: part for part in self._held if isinstance(part, Program)}
+        found, names = list[Spent](), operation_names()
+        for number, made in enumerate(self.plan.instructions):
+            name, spent = names[made.op], own[number]
+            spec = c_struct(name).from_buffer_copy(bytes(made.spec))
+            inner = parts[spec.program].spent() if getattr(spec, "program", None) else []
+            seconds = spent.seconds - sum(each.seconds for each in inner)
+            found.append(Spent(name, spec, seconds, spent.calls, spent.rows))
+            found += [each._replace(inner=True) for each in inner]
         return found
 
     def run(
-        self, tensors: Sequence[Tensor], step: StepData | Sequence[StepData] | None = None, caches: Caches | None = None
+        self,
+        tensors: Sequence[Tensor],
+        step: StepData | Sequence[StepData] | None = None,
+        caches: Caches | None = None,
+        *,
+        function: int = 0,
     ) -> None:
         """Run the program.
 
         Args:
             tensors: its inputs and then its outputs, [T, width] each, contiguous rows.
             step: of each KV group, or of the only one; None where the program needs none.
+            function: which of several.
 
         Raises:
             ValueError: tensors, steps or caches that don't fit the program or each other.
@@ -227,39 +244,32 @@ class Program:
         )
         if caches is not None:
             arguments.caches, arguments.cache_type = caches.address, caches.type
-        for part in self._plan.parts:
+        for part in self.plan.functions[function]:
             if isinstance(part, HostCall):
                 self._call_host(part, memory)
                 continue
             arguments.first, arguments.last = part.start, part.stop
             self._library.quire_program_run(self.handle, ctypes.addressof(arguments))
-            if self._check is not None:
-                self._check()
+            if self.check is not None:
+                self.check()
 
     def _call_host(self, part: HostCall, memory: list[Tensor]) -> None:
-        began, out = time.perf_counter(), memory[part.output]
         # More threads would spin on after each operation, on the cores that the kernels' need.
         with torch_threads(1), torch.inference_mode():
-            result = part.function(*(memory[number] for number in part.inputs))
-            if result.shape != out.shape or result.dtype != out.dtype:
-                raise ValueError(
-                    f"a host function must return {TYPE_OF[out.dtype].name} {[*out.shape]}, "
-                    f"got {result.dtype} {tuple(result.shape)}"
-                )
+            result, out = part.function(*(memory[number] for number in part.inputs)), memory[part.output]
+            assert (result.shape, result.dtype) == (out.shape, out.dtype), "a host function makes what it was said to"
             out.copy_(result)
-        if self._host_seconds is not None:
-            self._host_seconds += time.perf_counter() - began
 
     def _check_tensors(self, tensors: Sequence[Tensor], num_rows: int) -> None:
-        if len(tensors) != self._plan.num_brought:
-            raise ValueError(f"the program has {self._plan.num_brought} bound tensors, got {len(tensors)}")
+        if len(tensors) != self.plan.num_brought:
+            raise ValueError(f"the program has {self.plan.num_brought} bound tensors, got {len(tensors)}")
         for tensor, (width, type) in zip(tensors, self._bound, strict=False):
             if tuple(tensor.shape) != (num_rows, width) or TYPE_OF.get(tensor.dtype) != type or tensor.stride(1) != 1:
                 got = f"{tensor.dtype} {tuple(tensor.shape)}"
                 raise ValueError(f"expected {type.name} [{num_rows}, {width}], got {got}")
 
     def _check_step(self, num_rows: int, steps: tuple[StepData, ...], caches: Caches | None) -> None:
-        if bool(steps) != self._plan.needs_step or any(step.ids.shape[0] != num_rows for step in steps):
+        if bool(steps) != self.plan.needs_step or any(step.ids.shape[0] != num_rows for step in steps):
             raise ValueError("a program with attention or embeddings needs a step of as many tokens as rows")
         if steps and len(steps) < self._num_groups:
             raise ValueError(f"the program has {self._num_groups} KV groups, got steps of {len(steps)}")

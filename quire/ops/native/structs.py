@@ -73,6 +73,6 @@ def _type(field: _Field) -> Any:
 def instruction(op: str, spec: ctypes.Structure, inputs: list[int], output: int) -> ctypes.Structure:
     """The operation `op` told `spec`, from and to these buffers."""
     made = c_struct("Instruction")(op=operation_names().index(op), output=output)
-    made.inputs[:] = [*inputs, *[-1] * (2 - len(inputs))]
+    made.inputs[:] = [*inputs, *[-1] * (len(made.inputs) - len(inputs))]
     ctypes.memmove(made.spec, ctypes.addressof(spec), ctypes.sizeof(spec))
     return made

@@ -58,6 +58,30 @@ def test_a_run_on_the_demo(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -
 
 @pytest.mark.slow
 @needs_kernels
+def test_experts_are_counted_by_the_rows_they_had(tmp_path: Path) -> None:
+    """Two layers of six experts of width 96, of which each token has two."""
+    config = {"architectures": ["Qwen3MoeForCausalLM"], "model_type": "qwen3_moe", "hidden_size": 64, "head_dim": 32}
+    config |= {"num_attention_heads": 2, "num_key_value_heads": 1, "num_hidden_layers": 2, "vocab_size": 512}
+    config |= {"intermediate_size": 128, "moe_intermediate_size": 96, "num_experts": 6, "num_experts_per_tok": 2}
+    config |= {"hidden_act": "silu", "max_position_embeddings": 512, "rms_norm_eps": 1e-6, "rope_theta": 1e4}
+    config |= {"tie_word_embeddings": True, "torch_dtype": "bfloat16", "norm_topk_prob": True}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    figures = tmp_path / "f.json"
+    dummy = ["--load-format", "dummy", "--skip-tokenizer-init", "--output-json", str(figures)]
+    assert main(["bench", "step", str(tmp_path), *SMALL, *dummy]) == 0
+    found = json.loads(figures.read_text())
+    for phase, tokens in (("prompts", 3 * 40), ("decoding", 3)):
+        kernels = {one["name"]: one for one in found[phase]["kernels"]}
+        assert kernels["experts"]["calls"] == kernels["route"]["calls"] == kernels["mix"]["calls"] == 2
+        up, down = kernels["product 192 x 64 bf16"], kernels["product 64 x 96 bf16"]
+        assert up["operations"] == pytest.approx(2 * 2 * 192 * 64 * tokens * 2)
+        assert down["operations"] == pytest.approx(2 * 2 * 64 * 96 * tokens * 2)
+        assert 2 * 2 <= up["calls"] == down["calls"] <= 2 * 6, "those that have rows, in each layer"
+        assert 0 < down["num_bytes"] < up["num_bytes"]
+
+
+@pytest.mark.slow
+@needs_kernels
 def test_keys_in_common_are_read_once(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     figures = tmp_path / "f.json"
     shared = ["--shared-len", "32", "--output-json", str(figures)]

@@ -4,6 +4,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from quire import ops
 from quire.attention.step import Step
 from quire.errors import ModelLoadError
 from quire.layers.linear import Linear, Place
@@ -42,10 +43,10 @@ def mixture(method: QuantizationMethod, dtype: torch.dtype, routing: Routing, *,
 
 def test_the_first_of_equals_is_chosen() -> None:
     scores = torch.tensor([[0.0, 2.0, 2.0, 2.0], [1.0, 1.0, 1.0, 1.0], [3.0, 0.0, 0.0, 4.0]])
-    weights, experts = Routing(4, 2, renormalize=True).choose(scores)
+    weights, experts = ops.route(scores, 2, True)
     assert experts.tolist() == [[1, 2], [0, 1], [3, 0]]
     torch.testing.assert_close(weights.sum(-1), torch.ones(3))
-    weights, _ = Routing(4, 2, renormalize=False).choose(scores)
+    weights, _ = ops.route(scores, 2, False)
     torch.testing.assert_close(weights, scores.softmax(-1).gather(1, experts))
 
 

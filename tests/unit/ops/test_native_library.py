@@ -157,7 +157,7 @@ def test_fields_have_the_types_that_csrc_declares(compiled: None) -> None:
         "plus_one": ctypes.c_int32,
     }
     assert _types("linear")["weight"] is structs.c_struct("Matrix")
-    assert _types("Instruction")["inputs"] is ctypes.c_int32 * 2
+    assert _types("Instruction")["inputs"] is ctypes.c_int32 * 4
     assert _types("SampleArgs")["rows"] is ctypes.c_char_p
 
 

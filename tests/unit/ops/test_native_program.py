@@ -338,7 +338,7 @@ def test_recording_is_checked(level: str, record: Callable[[Any], object], messa
 def test_host_functions_anywhere_change_nothing(level: str, dtype: torch.dtype, seed: int) -> None:
     """Random programs, with a host function in place of some operations, and with native kernels only."""
 
-    def made(with_host: bool) -> tuple[list[Tensor], Program]:
+    def made(with_host: bool) -> list[Tensor]:
         rng = random.Random(seed)
         builder = ProgramBuilder(dtype)
         values: list[Any] = [builder.input(24), builder.input(24)]
@@ -361,25 +361,25 @@ def test_host_functions_anywhere_change_nothing(level: str, dtype: torch.dtype, 
         for _ in range(2):  # a second run finds nothing of the first
             program.run([*inputs, *outputs])
         assert all(torch.equal(x, draw(11, 24, dtype=dtype, seed=i)) for i, x in enumerate(inputs))
-        return outputs, program
+        return outputs
 
-    (expected, _), (found, program) = made(False), made(True)
+    expected, found = made(False), made(True)
     assert all(torch.equal(x, y) for x, y in zip(found, expected, strict=True))
     assert expected[0].isfinite().all()
-    assert sum(spent.seconds for spent in program.spent() if spent.op == "host") == 0
 
 
-def test_a_host_functions_time_is_told(level: str) -> None:
+def test_what_instructions_took_is_told_since_it_was_last_asked_for(level: str) -> None:
     builder = ProgramBuilder(F32)
     out = builder.host(lambda x: x + 1, [builder.input(6)], 6)
     program = builder.finish(out * 2.0)
-    program.spent()
-    assert torch.equal(run(program, [GOOD], 6, F32), (GOOD + 1) * 2)
-    host, scale = program.spent()
-    assert (host.op, scale.op) == ("host", "scale")
-    assert host.seconds > 0 < scale.seconds
-    assert scale.spec is not None
+    assert [(spent.op, spent.calls, spent.seconds) for spent in program.spent()] == [("scale", 0, 0.0)]
+    for _ in range(3):
+        assert torch.equal(run(program, [GOOD], 6, F32), (GOOD + 1) * 2)
+    [scale] = program.spent()
+    assert scale.seconds > 0
+    assert (scale.calls, scale.rows, scale.inner) == (3, 3 * len(GOOD), False)
     assert scale.spec.factor == 2
+    assert program.spent()[0].calls == 0
 
 
 def test_memory_between_host_functions_is_used_again(level: str) -> None:
@@ -399,9 +399,7 @@ def test_memory_between_host_functions_is_used_again(level: str) -> None:
 def test_a_host_functions_result_is_checked(level: str, result: Tensor) -> None:
     builder = ProgramBuilder(F32)
     out = builder.host(lambda x: result, [builder.input(6)], 6)
-    with pytest.raises(
-        ValueError, match=r"a host function must return F32 \[4, 6\], got torch.float(32|64) \([34], [56]\)"
-    ):
+    with pytest.raises(AssertionError, match="a host function makes what it was said to"):
         builder.finish(out).run([GOOD, GOOD.clone()])
 
 

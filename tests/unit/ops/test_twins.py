@@ -46,6 +46,7 @@ IN_PLACE = {"rms_norm_first"}  # the result takes the place of what was computed
 OF_STEPS = {"embedding"}  # given ids, see below
 OF_RANKS = {"gather", "gather_rows", "own_rows", "reduce"}  # tests/unit/distributed
 OF_ADAPTERS = {"lora", "lora_rows"}  # test_native_lora.py
+OF_EXPERTS = {"mixture"}  # test_native_experts.py
 # Natively `prepare` and `attend` (tests/unit/attention), `linear` of packed weights, and torch (tests/unit/layers).
 NOT_RECORDED = {
     "paged_attention",
@@ -60,7 +61,7 @@ NOT_RECORDED = {
 
 
 def test_every_operation_has_shapes() -> None:
-    assert OPERATIONS.keys() == SHAPES.keys() | OF_STEPS | OF_RANKS | OF_ADAPTERS | NOT_RECORDED
+    assert OPERATIONS.keys() == SHAPES.keys() | OF_STEPS | OF_RANKS | OF_ADAPTERS | OF_EXPERTS | NOT_RECORDED
     assert {name for name, operation in OPERATIONS.items() if operation.build is None} == NOT_RECORDED
     assert all(getattr(ops, name) is operation for name, operation in OPERATIONS.items())
 

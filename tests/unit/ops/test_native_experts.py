@@ -1,0 +1,201 @@
+"""Mixtures of experts as kernels: the torch they stand for, whatever else is in the batch, and who meets the rows."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from native_cases import DTYPES, EPSILON, Threads, at_page_end, draw, packed
+from sweeping import each
+from torch import Tensor
+
+from quire import ops
+from quire.ops.native.builder import ProgramBuilder, recorded
+from quire.ops.native.library import Target
+from quire.ops.native.matrix import PackedMatrix
+from quire.ops.native.program import Program
+from quire.ops.native.structs import TYPE_OF
+
+WIDTH, INNER = 50, 37
+
+
+class Alone:
+    """A group of one: all rows are its own."""
+
+    rank, size, address, capacity = 0, 1, 0, 1 << 20
+
+    def gather_rows(self, x: Tensor, ids: Tensor, starts: Sequence[int]) -> Tensor:
+        assert (ids[1:] >= ids[:-1]).all(), "sorted by expert"
+        return x
+
+
+def answer(up: Any, down: Any, x: Tensor) -> Tensor:
+    return ops.linear(ops.silu_and_mul(ops.linear(x, up)), down)
+
+
+def experts_of(count: int, dtype: torch.dtype, pack: Callable[[Tensor], Any], width: int = WIDTH) -> ops.Experts:
+    def expert(i: int) -> Callable[[Tensor], Tensor]:
+        up = draw(2 * INNER, width, dtype=dtype, seed=2 * i) * width**-0.5
+        down = draw(width, INNER, dtype=dtype, seed=2 * i + 1) * INNER**-0.5
+        return partial(answer, pack(up), pack(down))
+
+    return ops.Experts({i: expert(i) for i in range(count)}, count, None, None, ops.silu_and_mul)
+
+
+class Mixture:
+    """A mixture as torch has it, and as a program: called with x, scores, and what a shared expert answers if any."""
+
+    def __init__(
+        self, count: int, top_k: int, dtype: torch.dtype, *, renormalize: bool, shared: bool, in_torch: bool = False
+    ) -> None:
+        self.plain = experts_of(count, dtype, lambda dense: dense)
+        self.told: tuple[Any, ...] = top_k, renormalize
+        builder = ProgramBuilder(dtype)
+        x, scores = builder.input(WIDTH), builder.input(count)
+        more = [builder.input(size) for size in [WIDTH, 1] * shared]
+        made = experts_of(count, dtype, lambda dense: packed(dense, TYPE_OF[dtype]))
+        if in_torch:
+            made = replace(made, owners=ops.Owners(Alone(), (0, count)))  # type: ignore[arg-type]
+        given: Any = recorded(x), recorded(scores), [recorded(value) for value in more]
+        value: Any = ops.mixture(*given, *self.told, made)
+        self.program = builder.finish(value)
+
+    def expected(self, x: Tensor, scores: Tensor, *shared: Tensor) -> Tensor:
+        return ops.mixture(x, scores, shared, *self.told, self.plain)
+
+    def __call__(self, *inputs: Tensor) -> Tensor:
+        out = at_page_end(torch.full_like(inputs[0], torch.nan))
+        self.program.run([*map(at_page_end, inputs), out])
+        return out
+
+
+def inputs_of(rows: int, count: int, dtype: torch.dtype, shared: bool) -> list[Tensor]:
+    shapes = [WIDTH, count, *[WIDTH, 1] * shared]
+    return [draw(rows, size, dtype=dtype, seed=90 + i) for i, size in enumerate(shapes)]
+
+
+@each(
+    {
+        "shared": [False, True],
+        "renormalize": [False, True],
+        "sizes": [(3, 1), (5, 5), (40, 4), (130, 8)],
+        "dtype": DTYPES,
+    }
+)
+def test_what_torch_makes(
+    level: str, dtype: torch.dtype, sizes: tuple[int, int], renormalize: bool, shared: bool
+) -> None:
+    mixture = Mixture(*sizes, dtype, renormalize=renormalize, shared=shared)
+    for rows in (1, 2, 37):
+        inputs = inputs_of(rows, sizes[0], dtype, shared)
+        expected, found = mixture.expected(*inputs), mixture(*inputs)
+        bound = 8 * EPSILON[dtype] * (1 + expected.double().abs()) + 1e-5
+        assert ((found.double() - expected.double()).abs() <= bound).all()
+
+
+@each({"in_torch": [False, True], "dtype": DTYPES})
+def test_no_row_has_a_say_in_anothers(level: str, dtype: torch.dtype, in_torch: bool) -> None:
+    """Nor has it who multiplies: where ranks share experts, the answers meet in torch."""
+    mixture = Mixture(20, 3, dtype, renormalize=True, shared=True, in_torch=in_torch)
+    assert mixture.program.is_whole is not in_torch
+    inputs = inputs_of(70, 20, dtype, shared=True)
+    together = mixture(*inputs)
+    for rows in (slice(0, 1), slice(7, 9), slice(9, 70)):
+        assert torch.equal(mixture(*(x[rows].clone() for x in inputs)), together[rows])
+    assert torch.equal(Mixture(20, 3, dtype, renormalize=True, shared=True)(*inputs), together)
+
+
+def test_threads_change_no_bit(level: str) -> None:
+    inputs, found = inputs_of(70, 20, torch.bfloat16, shared=True), list[Tensor]()
+    for count in (1, 2, 5):
+        with Threads(count):
+            found.append(Mixture(20, 3, torch.bfloat16, renormalize=False, shared=True)(*inputs))
+    assert all(torch.equal(each, found[0]) for each in found)
+
+
+@each({"dtype": DTYPES})
+def test_of_equals_the_first_is_chosen(level: str, dtype: torch.dtype) -> None:
+    """Also of scores that are too far below the best to have a weight."""
+    mixture = Mixture(20, 3, dtype, renormalize=True, shared=False)
+    x = draw(4, WIDTH, dtype=dtype)
+    scores = torch.zeros(4, 20, dtype=dtype)
+    scores[1, 5:] = 2.0
+    scores[2] = -torch.arange(20) * 200.0
+    scores[3, 19] = 300.0
+    chosen = [[0, 1, 2], [5, 6, 7], [0, 1, 2], [0, 1, 19]]
+    for row, own in enumerate(chosen):
+        only = torch.full((1, 20), -torch.inf, dtype=dtype)
+        only[0, own] = scores[row, own]
+        assert torch.equal(mixture(x[row : row + 1], only), mixture(x, scores)[row : row + 1])
+
+
+@pytest.mark.parametrize("bad", [torch.nan, torch.inf, -torch.inf])
+def test_numbers_that_are_none_stay_in_their_row(level: str, bad: float) -> None:
+    mixture = Mixture(20, 3, torch.float32, renormalize=True, shared=False)
+    inputs = inputs_of(12, 20, torch.float32, shared=False)
+    whole = mixture(*inputs)
+    inputs[1][4] = bad
+    inputs[1][7, ::2] = bad
+    found = mixture(*inputs)
+    others = [row for row in range(12) if row not in (4, 7)]
+    assert torch.equal(found[others], whole[others])
+    assert found[4].isnan().all()
+
+
+def test_an_experts_own_time_and_rows_are_told(level: str) -> None:
+    mixture = Mixture(5, 2, torch.float32, renormalize=True, shared=False)
+    mixture.program.spent()
+    for rows in (1, 9):
+        mixture(*inputs_of(rows, 5, torch.float32, shared=False))
+    spent = mixture.program.spent()
+    plain, inner = ([each for each in spent if each.inner is own] for own in (False, True))
+    assert [(each.op, each.calls, each.rows) for each in plain] == [(op, 2, 10) for op in ("route", "experts", "mix")]
+    products = [each for each in inner if each.op == "linear"]
+    assert len(products) == 5 * 2
+    assert sum(each.rows for each in products) == 10 * 2 * 2, "of each row two experts' two products"
+    assert all(each.seconds > 0 for each in spent if each.calls)
+    assert not any(each.calls or each.seconds for each in mixture.program.spent()), "since it was last asked for"
+
+
+@each({"dtype": DTYPES})
+def test_one_of_several_functions_is_run(level: str, dtype: torch.dtype) -> None:
+    """The others' buffers are the same, and host functions may stand anywhere among them."""
+    for with_host in (False, True):
+        program, x = functions(dtype, with_host), draw(5, 8, dtype=dtype)
+        assert program.is_whole is not with_host
+        for number in (2, 0, 1, 2):
+            out = torch.empty_like(x)
+            program.run([x, out], function=number)
+            assert torch.equal(out, x * 2.0**number + x)
+
+
+def functions(dtype: torch.dtype, with_host: bool) -> Program:
+    builder, made = ProgramBuilder(dtype, Target("portable", 2)), list[Any]()
+    x: Any = builder.input(8)
+    for number in range(3):
+        value = x * 2.0**number
+        if with_host and number:
+            value = builder.host(lambda rows: rows.clone(), [value], 8)
+        made.append(value + x)
+    return builder.finish(made, apart=True)
+
+
+def test_matrices_of_several_types_are_an_expert_like_others(level: str) -> None:
+    """A merged product in two parts has two instructions, and another expert one."""
+
+    def pack(dense: Tensor) -> PackedMatrix | list[PackedMatrix]:
+        kind = TYPE_OF[torch.float32]
+        if len(dense) != 2 * INNER or dense[0, 0] > 0:
+            return packed(dense, kind)
+        return [packed(dense[:32], kind), packed(dense[32:], kind)]
+
+    plain, builder = experts_of(9, torch.float32, lambda dense: dense), ProgramBuilder(torch.float32)
+    x, scores = builder.input(WIDTH), builder.input(9)
+    given: Any = recorded(x), recorded(scores), []
+    made: Any = ops.mixture(*given, 2, True, experts_of(9, torch.float32, pack))
+    inputs = inputs_of(11, 9, torch.float32, shared=False)
+    out = torch.empty_like(inputs[0])
+    builder.finish(made).run([*inputs, out])
+    torch.testing.assert_close(out, ops.mixture(*inputs, [], 2, True, plain), rtol=1e-4, atol=1e-5)
