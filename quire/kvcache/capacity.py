@@ -151,8 +151,7 @@ class _Sizes:
 
     def _steady(self, window: int) -> int:
         """Blocks of a context that computes one token after the other."""
-        num_tokens = window_reach(window, self._block_size) + 1
-        return min(self._whole, -(-num_tokens // self._block_size))
+        return min(self._whole, -(-(window_reach(window, self._block_size) + 1) // self._block_size))
 
 
 def num_bytes(num_blocks: Sequence[int], report: CacheReport) -> int:

@@ -75,8 +75,7 @@ def _normalised(logits: Floats) -> tuple[Floats, float]:
     maximum = float(logits.max())
     if not math.isfinite(maximum):  # nothing can be likely in a row of NaN or of masked tokens
         return np.full_like(logits, -math.inf), 0.0
-    total = int(weigh(logits, maximum).sum())
-    return logits, maximum + (math.log(total) - WEIGHT_BITS * math.log(2))
+    return logits, maximum + (math.log(int(weigh(logits, maximum).sum())) - WEIGHT_BITS * math.log(2))
 
 
 def _most_likely(logits: Floats, k: int) -> Ids:

@@ -45,8 +45,7 @@ def main(seconds: int, megabytes: int) -> None:
     leave_ends_to_parent()
     for limit, most in ((resource.RLIMIT_AS, megabytes << 20), (resource.RLIMIT_CORE, 0), (resource.RLIMIT_FSIZE, 0)):
         _, hard = resource.getrlimit(limit)
-        most = most if hard == resource.RLIM_INFINITY else min(most, hard)
-        resource.setrlimit(limit, (most, hard))
+        resource.setrlimit(limit, (most if hard == resource.RLIM_INFINITY else min(most, hard), hard))
     hard = resource.getrlimit(resource.RLIMIT_CPU)[1]
     source, sink = sys.stdin.buffer, sys.stdout.buffer
     decode, encode = msgspec.msgpack.Decoder(Job).decode, msgspec.msgpack.Encoder().encode

@@ -10,6 +10,7 @@ import logging
 import math
 import mmap
 import os
+import sys
 import threading
 import zlib
 from bisect import bisect, bisect_left
@@ -147,6 +148,8 @@ class WeightStore:
         return True
 
     def _write(self, place: StorePlace) -> None:
+        if sys.platform == "linux":  # where a thread has a priority of its own: steps come first
+            os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), 19)
         try:
             place.path.parent.mkdir(parents=True, exist_ok=True)
             cache.remove_partials(place.path.parent)

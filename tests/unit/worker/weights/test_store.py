@@ -10,7 +10,7 @@ import sys
 import threading
 import time
 import zlib
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -95,6 +95,23 @@ def test_no_path_no_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Non
     store.finish()
     store.settle()
     assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="threads have no priorities of their own")
+def test_steps_come_before_the_writer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    priorities: list[int] = []
+
+    written = WeightStore._parts
+
+    def parts(store: WeightStore, place: StorePlace) -> Iterator[memoryview]:
+        priorities.append(os.getpriority(os.PRIO_PROCESS, threading.get_native_id()))
+        yield from written(store, place)
+
+    monkeypatch.setattr(WeightStore, "_parts", parts)
+    before = os.getpriority(os.PRIO_PROCESS, threading.get_native_id())
+    keep(tmp_path / "store.bin")
+    assert priorities == [19]
+    assert os.getpriority(os.PRIO_PROCESS, threading.get_native_id()) == before
 
 
 def test_nothing_is_written_before_the_weights_are_complete(tmp_path: Path) -> None:
