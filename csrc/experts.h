@@ -1,7 +1,7 @@
 // Mixtures of experts: each row goes to a few of many functions of rows, and gets the weighted sum of what they answer.
 //
-// Three operations: `route` chooses, `experts` answers, and `mix` sums up. A row's choice, answers and sum are its own,
-// whichever other rows go to the same experts.
+// `route` chooses, `experts` answers, and `mix` sums up; where ranks have some of the experts each, `gather_experts` brings together
+// what they answer. A row's choice, answers and sum are its own, whichever other rows go to the same experts.
 #pragma once
 
 #include "operation.h"
@@ -9,11 +9,12 @@
 
 namespace quire::QUIRE_NS {
 
-struct ExpertsSpec {  // of all three; of `experts` the inputs are x, and what `route` made
+struct ExpertsSpec {  // of `experts` the inputs are x, and what `route` made
     int64_t count, top_k;
     int64_t width, stride;  // of the answers, which are sorted by expert, and then by row: elements, and from one to the next
-    Program* program;       // of the experts, one after the other, each from its buffer 0 to its buffer 1
-    const int64_t* ends;    // [count] of their instructions
+    Program* program;       // of those that are here, one after the other, each from its buffer 0 to its buffer 1
+    const int64_t* ends;    // [num_here] of their instructions
+    int64_t first, num_here;
     int32_t renormalize;    // weights are divided by the sum of those chosen
 };
 
@@ -24,7 +25,8 @@ struct ExpertRows {
     int32_t* starts;  // [count + 1], of an expert's places
 };
 
-inline ExpertRows sort_by_expert(const ExpertsSpec& s, const Operands& o, Context& context) {
+template <class Spec>
+inline ExpertRows sort_by_expert(const Spec& s, const Operands& o, Context& context) {
     const int64_t num_slots = o.num_rows * s.top_k;
     int32_t* memory = context.choices.get<int32_t>(2 * num_slots + s.count + 1);
     const ExpertRows r{memory, memory + num_slots, memory + 2 * num_slots};
@@ -47,21 +49,21 @@ inline void experts(const ExpertsSpec& s, const Operands& o, Context& context) {
     auto at = [&](const Rows& rows, int64_t row) { return rows.row<uint8_t>(0) + row * rows.stride * item; };
     const Rows answers{o.out.data, s.stride, o.x.type};
     int64_t most = 0;
-    for (int64_t e = 0; e < s.count; e++) most = std::max<int64_t>(most, r.starts[e + 1] - r.starts[e]);
+    for (int64_t e = s.first; e < s.first + s.num_here; e++) most = std::max<int64_t>(most, r.starts[e + 1] - r.starts[e]);
     const Rows gathered{context.gathered.get<uint8_t>(most * stride * item), stride, o.x.type};
-    for (int64_t e = 0, begin = 0; e < s.count; begin = s.ends[e++]) {
-        const int64_t first = r.starts[e], count = r.starts[e + 1] - first;
+    for (int64_t i = 0, begin = 0; i < s.num_here; begin = s.ends[i++]) {
+        const int64_t first = r.starts[s.first + i], count = r.starts[s.first + i + 1] - first;
         if (!count) continue;
         Rows x{at(o.x, r.rows[first]), o.x.stride, o.x.type};  // one row lies where it is
         if (count > 1) {
-            for_rows(count, context, [&](int64_t i) { std::memcpy(at(gathered, i), at(o.x, r.rows[first + i]), s.width * item); });
+            for_rows(count, context, [&](int64_t row) { std::memcpy(at(gathered, row), at(o.x, r.rows[first + row]), s.width * item); });
             x = gathered;
         }
-        run_part(*s.program, begin, s.ends[e], count, x, {at(answers, first), s.stride, o.x.type}, context);
+        run_part(*s.program, begin, s.ends[i], count, x, {at(answers, first), s.stride, o.x.type}, context);
     }
 }
 
 QUIRE_OPERATION(experts, ExpertsSpec, QUIRE_FIELD(count), QUIRE_FIELD(top_k), QUIRE_FIELD(width), QUIRE_FIELD(stride),
-                QUIRE_FIELD(program), QUIRE_FIELD(ends), QUIRE_FIELD(renormalize));
+                QUIRE_FIELD(program), QUIRE_FIELD(ends), QUIRE_FIELD(first), QUIRE_FIELD(num_here), QUIRE_FIELD(renormalize));
 
 }  // namespace quire::QUIRE_NS

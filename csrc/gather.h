@@ -32,7 +32,7 @@ void exchange(const GatherSpec& s, const Operands& o, const Pieces& pieces) {
         pieces(first, count, [&](int64_t i, int32_t rank, int64_t column, int64_t columns, int64_t place) {
             if (rank != s.rank) return;
             std::memcpy(buffer + place * item, at(o.x, first + i, 0), columns * item);
-            std::memcpy(at(o.out, first + i, column), at(o.x, first + i, 0), columns * item);
+            if (o.out.data != o.x.data) std::memcpy(at(o.out, first + i, column), at(o.x, first + i, 0), columns * item);
         });
         if (!meet(*s.meeting, s.rank, s.size)) return;  // aborted, which the caller finds out
         pieces(first, count, [&](int64_t i, int32_t rank, int64_t column, int64_t columns, int64_t place) {

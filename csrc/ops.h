@@ -7,6 +7,7 @@
 #include "embedding.h"
 #include "experts.h"
 #include "gather.h"
+#include "gather_experts.h"
 #include "gather_rows.h"
 #include "linear_op.h"
 #include "mix.h"

@@ -57,6 +57,6 @@ inline void route(const ExpertsSpec& s, const Operands& o, Context& context) {
 }
 
 QUIRE_OPERATION(route, ExpertsSpec, QUIRE_FIELD(count), QUIRE_FIELD(top_k), QUIRE_FIELD(width), QUIRE_FIELD(stride),
-                QUIRE_FIELD(program), QUIRE_FIELD(ends), QUIRE_FIELD(renormalize));
+                QUIRE_FIELD(program), QUIRE_FIELD(ends), QUIRE_FIELD(first), QUIRE_FIELD(num_here), QUIRE_FIELD(renormalize));
 
 }  // namespace quire::QUIRE_NS

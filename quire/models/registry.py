@@ -61,7 +61,7 @@ def build_model(
         has_table = stage.is_first or (stage.is_last and config.tie_word_embeddings)
         context = replace(context, stage=stage, has_table=has_table)
     model = build(config, Builder(context)).eval()
-    if sharding.whole_experts and not any(isinstance(module, MixtureOfExperts) for module in model.modules()):
+    if sharding.asks_experts and not any(isinstance(module, MixtureOfExperts) for module in model.modules()):
         raise ModelLoadError(f"model {config.model!r} has no experts to share: leave out enable_expert_parallel.")
     if is_whole and not sharding.whole_experts:
         return model

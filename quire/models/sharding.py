@@ -29,12 +29,15 @@ class Sharding:
     """The parts of this rank; all of everything where `group` is None.
 
     Attributes:
-        whole_experts: of a mixture's experts each rank has some, and not a part of each.
+        whole_experts: of a mixture's experts each rank has some, and not a part of each; between nodes always, where
+            ranks would meet for each of them.
+        asks_experts: that was asked for.
         reduces: partial sums are added up, so the bits are not those of one rank.
     """
 
     def __init__(self, group: Meeting | None = None, whole_experts: bool = False, reduces: bool = False) -> None:
-        self._group, self.whole_experts, self.reduces = group, whole_experts, reduces
+        self._group, self.asks_experts, self.reduces = group, whole_experts, reduces
+        self.whole_experts = whole_experts or (group is not None and group.after("gather_experts") is not None)
 
     def experts(self, name: str, num_experts: int) -> Owners | None:
         """Who has which of a mixture's experts, where each rank has whole ones (ModelLoadError: there are too few)."""
@@ -42,8 +45,8 @@ class Sharding:
             return None
         if num_experts < self._group.size:
             raise ModelLoadError(
-                f"{name!r} has {num_experts} experts for {self._group.size} ranks: lower tensor_parallel_size, or "
-                "leave out enable_expert_parallel."
+                f"{name!r} has {num_experts} experts for {self._group.size} ranks: lower tensor_parallel_size"
+                f"{', or leave out enable_expert_parallel' * self.asks_experts}."
             )
         return Owners(self._group, _shares(num_experts, self._group.size, 1))
 

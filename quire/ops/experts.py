@@ -1,17 +1,14 @@
 """Mixtures of experts, of which each token goes to a few: the choice among them, and the sum of what they answer."""
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
-from functools import partial
+from dataclasses import dataclass, field
 from typing import Any, cast
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
-from quire.ops.gather import Meeting
+from quire.ops.gather import Meeting, gather_experts
 from quire.ops.native.builder import ProgramBuilder, Value, recorded
-from quire.ops.native.program import Program
 from quire.ops.native.structs import Type
 from quire.ops.table import op
 
@@ -112,25 +109,11 @@ def _build(x: Value, scores: Value, shared: Sequence[Value], top_k: int, renorma
     program = own.finish([cast(Any, run(rows)) for run in experts.runs.values()], apart=True)
     # From row to row no whole pages: those that a kernel writes at once would meet in the same few lines of L1.
     stride = x.width + 32 * (x.width * x.dtype.itemsize % 4096 == 0)
-    told: dict[str, Any] = {"count": experts.count, "top_k": top_k, "renormalize": renormalize}
-    told |= {"width": x.width, "stride": stride}
-    routes = builder.append("route", [scores], 2 * top_k, type=Type.F32, **told)
-    if experts.owners is None and program.is_whole:
-        ends = torch.tensor([cast(range, parts[-1]).stop for parts in program.plan.functions])
-        parts: dict[str, Any] = {"program": builder.part(program), "ends": builder.address(ends)}
-        answers = builder.append("experts", [x, routes], top_k * stride, **told, **parts)
-    else:  # who have rows elsewhere meet in torch
-        here = replace(experts, runs={i: partial(_run, program, n) for n, i in enumerate(experts.runs)})
-
-        def answer(x: Tensor, routes: Tensor) -> Tensor:
-            found = _answers(x, routes[:, top_k:].view(torch.int32), here)
-            return F.pad(found, (0, stride - x.shape[1])).view(len(x), -1)
-
-        answers = builder.host(answer, [x, routes], top_k * stride)
+    told: dict[str, Any] = {"count": experts.count, "top_k": top_k, "width": x.width, "stride": stride}
+    routes = builder.append("route", [scores], 2 * top_k, type=Type.F32, **told, renormalize=renormalize)
+    here: dict[str, Any] = {"first": min(experts.runs), "num_here": len(experts.runs)}
+    here |= {"program": builder.part(program), "ends": builder.address(torch.tensor(program.plan.ends))}
+    answers = builder.append("experts", [x, routes], top_k * stride, **told, **here)
+    if (owners := experts.owners) is not None:
+        answers = gather_experts(answers, routes, owners.group, owners.starts, **told)
     return builder.append("mix", [answers, routes, *shared], x.width, **told)
-
-
-def _run(program: Program, function: int, rows: Tensor) -> Tensor:
-    out = torch.empty_like(rows)
-    program.run([rows, out], function=function)
-    return out

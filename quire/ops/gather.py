@@ -4,7 +4,7 @@ A rank's range begins and ends where `starts` say, [ranks + 1] numbers from 0 on
 """
 
 from collections.abc import Callable, Sequence
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -36,7 +36,7 @@ def gather(x: Tensor, group: Meeting, starts: Sequence[int]) -> Tensor:
 
 @gather.native
 def _build(x: Value, group: Meeting, starts: Sequence[int]) -> Value:
-    return _append("gather", x, group, starts, starts[-1])
+    return _append("gather", [x], group, starts, starts[-1])
 
 
 @op
@@ -48,7 +48,7 @@ def gather_rows(x: Tensor, ids: Tensor, group: Meeting, starts: Sequence[int]) -
 @gather_rows.native
 def _build_rows(x: Value, ids: StepIndex, group: Meeting, starts: Sequence[int]) -> Value:
     assert ids == StepIndex(ids.builder, by_position=False), "whole ids, as they are"
-    return _append("gather_rows", x, group, starts, x.width)
+    return _append("gather_rows", [x], group, starts, x.width, needs_step=True)
 
 
 @op
@@ -60,7 +60,7 @@ def reduce(x: Tensor, group: Meeting) -> Tensor:
 @reduce.native
 def _build_reduce(x: Value, group: Meeting) -> Value:
     assert group.size * x.width * x.dtype.itemsize <= group.capacity
-    return _append("reduce", x, group, [0] * (group.size + 1), x.width)
+    return _append("reduce", [x], group, [0] * (group.size + 1), x.width)
 
 
 @op
@@ -75,12 +75,18 @@ def _build_own(ids: StepIndex, group: Meeting, starts: Sequence[int]) -> StepInd
     return ids + -starts[group.rank]
 
 
-def _append(name: str, x: Value, group: Meeting, starts: Sequence[int], width: int) -> Value:
-    builder, rank = x.builder, group.rank
+def gather_experts(answers: Value, routes: Value, group: Meeting, starts: Sequence[int], **told: Any) -> Value:
+    """What all ranks' experts answer, of which each has those in its range; as `quire.ops.mixture` records them."""
+    return _append("gather_experts", [answers, routes], group, starts, answers, **told)
+
+
+def _append(
+    name: str, reads: list[Value], group: Meeting, starts: Sequence[int], writes: int | Value, **more: Any
+) -> Value:
+    builder, rank, kind = reads[0].builder, group.rank, reads[0].type
     builder.check = group.check
-    assert width * x.dtype.itemsize <= group.capacity
     bounds = builder.address(torch.tensor(starts, dtype=torch.int64))
-    told = {"starts": bounds, "width": width, "first": starts[rank], "rank": rank, "size": group.size}
-    told |= {"meeting": group.address, "capacity": group.capacity}
-    after = group.after(name)
-    return builder.append(name, [x], width, type=x.type, needs_step=name == "gather_rows", after=after, **told)
+    told: dict[str, Any] = {"starts": bounds, "width": writes, "first": starts[rank], "rank": rank, "size": group.size}
+    told |= {"meeting": group.address, "capacity": group.capacity} | more
+    assert told["width"] * reads[0].dtype.itemsize <= group.capacity
+    return builder.append(name, reads, writes, type=kind, after=group.after(name), **told)

@@ -2,8 +2,8 @@
 
 Recording runs the model's own `forward` with `Value`s in place of tensors: each operation of `quire.ops` appends itself
 to the `ProgramBuilder` that the value belongs to. Neighbours are fused where a kernel does both (a product with the
-activation or the residual sum after it). What no kernel does is a host instruction: a function in torch, between two
-parts of the program. `ProgramBuilder.finish` assigns the buffers and makes the `Program`, of one function or several.
+activation or the residual sum after it). What no kernel does to a result, as bringing it from other nodes, the host
+does between two parts of the program. `ProgramBuilder.finish` assigns the buffers and makes the `Program`.
 """
 
 import ctypes
@@ -63,7 +63,7 @@ def recorded(value: Value | StepIndex) -> Tensor:
 
 
 @dataclass
-class NativeStep:
+class Step:
     """An instruction whose buffers are still values; in place where it writes what it reads.
 
     Attributes:
@@ -82,25 +82,7 @@ class NativeStep:
     def struct(self, number: dict[Value, int]) -> ctypes.Structure:
         return instruction(self.op, self.spec, [number[v] for v in self.reads], number[self.writes])
 
-    def call(self, number: dict[Value, int]) -> HostCall:
-        assert self.after is not None
-        return HostCall(self.after, [number[self.writes]], number[self.writes])
 
-
-@dataclass
-class HostStep:
-    """A function in torch, between two native parts."""
-
-    function: Callable[..., Tensor]
-    reads: list[Value]
-    writes: Value
-    needs_step = False
-
-    def call(self, number: dict[Value, int]) -> HostCall:
-        return HostCall(self.function, [number[v] for v in self.reads], number[self.writes])
-
-
-Step = NativeStep | HostStep
 _FUSED = "a value was used after it was fused into another"
 
 
@@ -164,19 +146,12 @@ class ProgramBuilder:
         """
         if isinstance(writes, int):
             writes = Value(self, writes, self.type if type is None else type)
-        return self._record(NativeStep(op, c_struct(op)(**told), reads, writes, needs_step, after))
-
-    def host(self, function: Callable[..., Tensor], inputs: Sequence[Value], width: int) -> Value:
-        """Record a function that torch carries out: of tensors [T, width], which it must not write to, to another.
-
-        That is of the activations' type. A row of it must be a function of that row alone, as of any operation.
-        """
-        return self._record(HostStep(function, list(inputs), Value(self, width, self.type)))
+        return self._record(Step(op, c_struct(op)(**told), reads, writes, needs_step, after))
 
     def add(self, x: Value, y: Value) -> Value:
         """The sum of two activations; `x` is best the product that was just recorded."""
         last = self._steps[-1] if self._steps else None
-        if not isinstance(last, NativeStep):
+        if last is None:
             product = None
         elif last.op == "gather" and last.writes is x and not x.kept:  # each rank adds its columns of the sum
             product = self.fusible_product(last.reads[0], -2)
@@ -184,7 +159,7 @@ class ProgramBuilder:
             product = last  # after all ranks' addends; where the host adds up, each rank would bring it
         else:
             product = self.fusible_product(x)
-        if isinstance(last, NativeStep) and product is not None and y is not x and y.type == self.type:
+        if last is not None and product is not None and y is not x and y.type == self.type:
             if product.op == "linear":
                 product.spec.residual_start = 0 if last is product else last.spec.first
             product.reads.append(y)
@@ -195,15 +170,15 @@ class ProgramBuilder:
         """``x * factor``."""
         return self.append("scale", [x], x.width, type=x.type, size=x.width, factor=factor)
 
-    def fusible_product(self, x: Value, place: int = -1) -> NativeStep | None:
+    def fusible_product(self, x: Value, place: int = -1) -> Step | None:
         """The product that made `x`, if it is the step at `place` and nothing has been fused to it yet."""
         step = self._steps[place] if len(self._steps) >= -place else None
-        if not isinstance(step, NativeStep) or step.writes is not x or step.op != "linear":
+        if step is None or step.writes is not x or step.op != "linear":
             return None
         whole = len(step.reads) == 1 and step.spec.epilogue == Epilogue.NONE and step.spec.weight.rows == x.width
         return step if whole and x.type == self.type and not x.kept else None
 
-    def fuse(self, product: NativeStep, width: int) -> Value:
+    def fuse(self, product: Step, width: int) -> Value:
         """The result of a product that has just been given more to do; what it made before is gone."""
         product.writes.fused = True
         product.writes = Value(self, width, self.type)
@@ -239,6 +214,7 @@ class ProgramBuilder:
 
     def part(self, program: Program) -> int:
         """A program that an operation runs, for its spec."""
+        assert program.is_whole, "an operation waits for nobody"
         self._held.append(program)
         self.check = self.check or program.check
         return program.handle
@@ -248,7 +224,6 @@ class ProgramBuilder:
         made = list(itertools.takewhile(lambda step: step.writes is value, reversed(self._steps)))
         assert made, "another operation was recorded since"
         for step in made:
-            assert isinstance(step, NativeStep)
             for name, what in told.items():
                 setattr(step.spec, name, what)
         return value
@@ -257,7 +232,8 @@ class ProgramBuilder:
         """The program that computes `outputs`, one or several.
 
         Args:
-            apart: they are functions, recorded one after the other, of which a run computes one.
+            apart: they are functions, recorded one after the other, that an operation of another program runs by its
+                needs: each makes the same buffer, and all buffers are the caller's.
 
         Raises:
             ValueError: an output that is an input, or there twice.
@@ -280,25 +256,23 @@ def _values(step: Step) -> list[Value]:
 
 
 def _plan(steps: list[Step], inputs: Sequence[Value], outputs: Sequence[Value], apart: bool) -> Plan:
-    """Number the buffers: first those that the caller brings, then what host functions touch, then the others."""
+    """Number the buffers: first those that the caller brings, then what the host or who runs it touches."""
     bound = [*inputs, *(outputs[:1] if apart else outputs)]
     number = {value: i for i, value in enumerate(bound)}
     buffers = [c_struct("Buffer")(width=value.width, type=value.type, bound=True) for value in bound]
     if apart:
         number |= dict.fromkeys(outputs, len(inputs))
-        touched = {value for step in steps for value in _values(step)}
-    else:
-        touched = {value for step in steps if isinstance(step, HostStep) for value in _values(step)}
-        touched |= {step.writes for step in steps if isinstance(step, NativeStep) and step.after is not None}
+    every = {value for step in steps for value in _values(step)}
+    touched = every if apart else {step.writes for step in steps if step.after is not None}
     _assign(steps, touched - number.keys(), number, buffers, bound=True)
-    num_bound = len(buffers)
-    _assign(steps, {value for step in steps for value in _values(step)} - number.keys(), number, buffers, bound=False)
-    native = [step for step in steps if isinstance(step, NativeStep)]
+    num_bound, made = len(buffers), {step.writes: i for i, step in enumerate(steps)}
+    _assign(steps, every - number.keys(), number, buffers, bound=False)
     return Plan(
-        [step.struct(number) for step in native],
-        [step.spec.heads for step in native if hasattr(step.spec, "heads")],
+        [step.struct(number) for step in steps],
+        [step.spec.heads for step in steps if hasattr(step.spec, "heads")],
         buffers,
-        _functions(steps, outputs if apart else [steps[-1].writes], number),
+        _parts(steps, number),
+        [made[value] + 1 for value in outputs],
         num_brought=len(bound),
         num_bound=num_bound,
         needs_step=any(step.needs_step for step in steps),
@@ -325,20 +299,11 @@ def _assign(
                 free.setdefault((value.width, value.type), []).append(number[value])
 
 
-def _functions(steps: list[Step], outputs: Sequence[Value], number: dict[Value, int]) -> list[list[Part]]:
-    """Those that end with the outputs, each as native parts with host calls between them."""
-    functions, parts = list[list[Part]](), list[Part]()
-    made = {step.writes: i for i, step in enumerate(steps)}
-    ends, first, last = [made[value] for value in outputs], 0, 0
-    for i, step in enumerate(steps):
-        last += isinstance(step, NativeStep)
-        is_call = isinstance(step, HostStep) or step.after is not None
-        if last > first and (is_call or i in ends):
-            parts.append(range(first, last))
+def _parts(steps: list[Step], number: dict[Value, int]) -> list[Part]:
+    """The steps as native parts with host calls between them."""
+    parts, first = list[Part](), 0
+    for last, step in enumerate(steps, 1):
+        if step.after is not None:
+            parts += [range(first, last), HostCall(step.after, number[step.writes])]
             first = last
-        if is_call:
-            parts.append(step.call(number))
-        if i in ends:
-            functions.append(parts)
-            parts = []
-    return functions
+    return [*parts, range(first, len(steps))] if first < len(steps) else parts

@@ -92,15 +92,10 @@ class Caches:
 
 @dataclass(frozen=True)
 class HostCall:
-    """A function in torch on bound buffers.
+    """What the host makes of a bound buffer, in place."""
 
-    Attributes:
-        output: the buffer that its result is copied to.
-    """
-
-    function: Callable[..., Tensor]
-    inputs: list[int]
-    output: int
+    function: Callable[[Tensor], Tensor]
+    buffer: int
 
 
 Part = range | HostCall  # of a program; a range of instructions is run in one call
@@ -114,14 +109,15 @@ class Plan:
         heads: those of instructions on a layer's cache.
         buffers: first the `num_brought` that the caller brings to each run, inputs and then outputs; up to `num_bound`
             those that host calls touch; then the program's own.
-        functions: the parts of each; a run computes one.
+        ends: of outputs, the instruction after which each is made.
         needs_step: some of it looks at the step's tokens.
     """
 
     instructions: list[ctypes.Structure]
     heads: list[ctypes.Structure]
     buffers: list[ctypes.Structure]
-    functions: list[list[Part]]
+    parts: list[Part]
+    ends: list[int]
     num_brought: int
     num_bound: int
     needs_step: bool
@@ -162,7 +158,7 @@ class Program:
         self._library = loaded_library()
         self._held = held
         self.plan = plan
-        self.is_whole = not any(isinstance(part, HostCall) for parts in plan.functions for part in parts)
+        self.is_whole = not any(isinstance(part, HostCall) for part in plan.parts)
         self._bound = [(b.width, Type(b.type)) for b in plan.buffers[: plan.num_bound]]
         self._row_bytes = sum(b.width * DTYPE_OF[Type(b.type)].itemsize for b in plan.buffers if not b.bound)
         self._num_layers = 1 + max((h.layer for h in plan.heads), default=-1)
@@ -207,19 +203,13 @@ class Program:
         return found
 
     def run(
-        self,
-        tensors: Sequence[Tensor],
-        step: StepData | Sequence[StepData] | None = None,
-        caches: Caches | None = None,
-        *,
-        function: int = 0,
+        self, tensors: Sequence[Tensor], step: StepData | Sequence[StepData] | None = None, caches: Caches | None = None
     ) -> None:
         """Run the program.
 
         Args:
             tensors: its inputs and then its outputs, [T, width] each, contiguous rows.
             step: of each KV group, or of the only one; None where the program needs none.
-            function: which of several.
 
         Raises:
             ValueError: tensors, steps or caches that don't fit the program or each other.
@@ -244,21 +234,14 @@ class Program:
         )
         if caches is not None:
             arguments.caches, arguments.cache_type = caches.address, caches.type
-        for part in self.plan.functions[function]:
+        for part in self.plan.parts:
             if isinstance(part, HostCall):
-                self._call_host(part, memory)
+                _call_host(part.function, memory[part.buffer])
                 continue
             arguments.first, arguments.last = part.start, part.stop
             self._library.quire_program_run(self.handle, ctypes.addressof(arguments))
             if self.check is not None:
                 self.check()
-
-    def _call_host(self, part: HostCall, memory: list[Tensor]) -> None:
-        # More threads would spin on after each operation, on the cores that the kernels' need.
-        with torch_threads(1), torch.inference_mode():
-            result, out = part.function(*(memory[number] for number in part.inputs)), memory[part.output]
-            assert (result.shape, result.dtype) == (out.shape, out.dtype), "a host function makes what it was said to"
-            out.copy_(result)
 
     def _check_tensors(self, tensors: Sequence[Tensor], num_rows: int) -> None:
         if len(tensors) != self.plan.num_brought:
@@ -281,3 +264,9 @@ class Program:
                 f"{layers[0].shape[0]} blocks of {steps[0].block_size} tokens are more than the {_MAX_SLOTS} slots "
                 "that int32 can count: use fewer blocks."
             )
+
+
+def _call_host(function: Callable[[Tensor], Tensor], buffer: Tensor) -> None:
+    # More threads would spin on after each operation, on the cores that the kernels' need.
+    with torch_threads(1), torch.inference_mode():
+        buffer.copy_(function(buffer))

@@ -1,8 +1,10 @@
 """Mixtures of experts as kernels: the torch they stand for, whatever else is in the batch, and who meets the rows."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -12,23 +14,13 @@ from sweeping import each
 from torch import Tensor
 
 from quire import ops
+from quire.distributed.groups import HEAD_BYTES, Group, segment_bytes
 from quire.ops.native.builder import ProgramBuilder, recorded
-from quire.ops.native.library import Target
+from quire.ops.native.library import Target, default_target
 from quire.ops.native.matrix import PackedMatrix
-from quire.ops.native.program import Program
 from quire.ops.native.structs import TYPE_OF
 
 WIDTH, INNER = 50, 37
-
-
-class Alone:
-    """A group of one: all rows are its own."""
-
-    rank, size, address, capacity = 0, 1, 0, 1 << 20
-
-    def gather_rows(self, x: Tensor, ids: Tensor, starts: Sequence[int]) -> Tensor:
-        assert (ids[1:] >= ids[:-1]).all(), "sorted by expert"
-        return x
 
 
 def answer(up: Any, down: Any, x: Tensor) -> Tensor:
@@ -48,16 +40,24 @@ class Mixture:
     """A mixture as torch has it, and as a program: called with x, scores, and what a shared expert answers if any."""
 
     def __init__(
-        self, count: int, top_k: int, dtype: torch.dtype, *, renormalize: bool, shared: bool, in_torch: bool = False
+        self,
+        count: int,
+        top_k: int,
+        dtype: torch.dtype,
+        *,
+        renormalize: bool,
+        shared: bool,
+        owners: ops.Owners | None = None,
+        target: Target | None = None,
     ) -> None:
         self.plain = experts_of(count, dtype, lambda dense: dense)
         self.told: tuple[Any, ...] = top_k, renormalize
-        builder = ProgramBuilder(dtype)
+        builder = ProgramBuilder(dtype, target)
         x, scores = builder.input(WIDTH), builder.input(count)
         more = [builder.input(size) for size in [WIDTH, 1] * shared]
         made = experts_of(count, dtype, lambda dense: packed(dense, TYPE_OF[dtype]))
-        if in_torch:
-            made = replace(made, owners=ops.Owners(Alone(), (0, count)))  # type: ignore[arg-type]
+        if owners is not None:
+            made = replace(made, runs={i: made.runs[i] for i in owners.own}, owners=owners)
         given: Any = recorded(x), recorded(scores), [recorded(value) for value in more]
         value: Any = ops.mixture(*given, *self.told, made)
         self.program = builder.finish(value)
@@ -95,16 +95,36 @@ def test_what_torch_makes(
         assert ((found.double() - expected.double()).abs() <= bound).all()
 
 
-@each({"in_torch": [False, True], "dtype": DTYPES})
-def test_no_row_has_a_say_in_anothers(level: str, dtype: torch.dtype, in_torch: bool) -> None:
-    """Nor has it who multiplies: where ranks share experts, the answers meet in torch."""
-    mixture = Mixture(20, 3, dtype, renormalize=True, shared=True, in_torch=in_torch)
-    assert mixture.program.is_whole is not in_torch
+@each({"dtype": DTYPES})
+def test_no_row_has_a_say_in_anothers(level: str, dtype: torch.dtype) -> None:
+    mixture = Mixture(20, 3, dtype, renormalize=True, shared=True)
     inputs = inputs_of(70, 20, dtype, shared=True)
     together = mixture(*inputs)
     for rows in (slice(0, 1), slice(7, 9), slice(9, 70)):
         assert torch.equal(mixture(*(x[rows].clone() for x in inputs)), together[rows])
-    assert torch.equal(Mixture(20, 3, dtype, renormalize=True, shared=True)(*inputs), together)
+
+
+@pytest.mark.parametrize("small", [False, True])
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_ranks_that_share_experts_make_what_one_makes(dtype: torch.dtype, small: bool, tmp_path: Path) -> None:
+    """Three ranks, one of them with an expert that nobody chooses; also where a few answers fill their buffers."""
+    starts, inputs = (0, 12, 13, 20), inputs_of(70, 20, dtype, shared=True)
+    inputs[1][:, 12] = -100.0
+    expected = Mixture(20, 3, dtype, renormalize=True, shared=True)(*inputs)
+    path = tmp_path / "group"
+    path.write_bytes(bytes(HEAD_BYTES + 2 * 4096 if small else segment_bytes(100)))
+
+    def run(rank: int) -> Tensor:
+        group = Group(str(path), rank, 3)
+        target = Target(default_target().level, rank + 1)  # ranks are threads here; with as many they would take turns
+        owners = ops.Owners(group, starts)
+        mixture = Mixture(20, 3, dtype, renormalize=True, shared=True, owners=owners, target=target)
+        group.agree(None)
+        return mixture(*inputs)
+
+    with ThreadPoolExecutor(3) as pool:
+        for found in pool.map(run, range(3)):
+            assert torch.equal(found, expected)
 
 
 def test_threads_change_no_bit(level: str) -> None:
@@ -157,29 +177,6 @@ def test_an_experts_own_time_and_rows_are_told(level: str) -> None:
     assert sum(each.rows for each in products) == 10 * 2 * 2, "of each row two experts' two products"
     assert all(each.seconds > 0 for each in spent if each.calls)
     assert not any(each.calls or each.seconds for each in mixture.program.spent()), "since it was last asked for"
-
-
-@each({"dtype": DTYPES})
-def test_one_of_several_functions_is_run(level: str, dtype: torch.dtype) -> None:
-    """The others' buffers are the same, and host functions may stand anywhere among them."""
-    for with_host in (False, True):
-        program, x = functions(dtype, with_host), draw(5, 8, dtype=dtype)
-        assert program.is_whole is not with_host
-        for number in (2, 0, 1, 2):
-            out = torch.empty_like(x)
-            program.run([x, out], function=number)
-            assert torch.equal(out, x * 2.0**number + x)
-
-
-def functions(dtype: torch.dtype, with_host: bool) -> Program:
-    builder, made = ProgramBuilder(dtype, Target("portable", 2)), list[Any]()
-    x: Any = builder.input(8)
-    for number in range(3):
-        value = x * 2.0**number
-        if with_host and number:
-            value = builder.host(lambda rows: rows.clone(), [value], 8)
-        made.append(value + x)
-    return builder.finish(made, apart=True)
 
 
 def test_matrices_of_several_types_are_an_expert_like_others(level: str) -> None:

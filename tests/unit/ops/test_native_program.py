@@ -331,28 +331,30 @@ def test_recording_is_checked(level: str, record: Callable[[Any], object], messa
             builder.finish(outputs)
 
 
-# ---- host instructions, several outputs
+# ---- what the host does after an operation, several outputs
+
+
+def scaled(x: Value, factor: float, after: Callable[[Tensor], Tensor] | None = None) -> Value:
+    return x.builder.append("scale", [x], x.width, type=x.type, after=after, size=x.width, factor=factor)
 
 
 @each({"dtype": DTYPES, "seed": range(6)})
-def test_host_functions_anywhere_change_nothing(level: str, dtype: torch.dtype, seed: int) -> None:
-    """Random programs, with a host function in place of some operations, and with native kernels only."""
+def test_what_the_host_does_anywhere_changes_nothing_else(level: str, dtype: torch.dtype, seed: int) -> None:
+    """Random programs, of which the host does a part of some operations, and with native kernels only."""
 
     def made(with_host: bool) -> list[Tensor]:
         rng = random.Random(seed)
         builder = ProgramBuilder(dtype)
-        values: list[Any] = [builder.input(24), builder.input(24)]
+        values = [builder.input(24), builder.input(24)]
         for _ in range(25):
             a, b = rng.choice(values), rng.choice(values)
-            kind, host = rng.choice(["add", "scale", "same"]), rng.random() < 0.4
+            kind, host = rng.choice(["add", "halve", "same"]), rng.random() < 0.4
             if kind == "add":
-                made = builder.host(lambda x, y: x + y, [a, b], 24) if host and with_host else a + b
-            elif kind == "scale":
-                made = builder.host(lambda x: x * 0.5, [a], 24) if host and with_host else a * 0.5
+                made = a + b
             elif host and with_host:
-                made = builder.host(lambda x: x, [b], 24)
+                made = scaled(a, 1.0, (lambda x: x * 0.5) if kind == "halve" else lambda x: x)
             else:
-                made = b * 1.0
+                made = scaled(a, 0.5 if kind == "halve" else 1.0)
             values.append(made)
         taps = [values[9], values[-1]]
         program = builder.finish(taps)
@@ -370,11 +372,10 @@ def test_host_functions_anywhere_change_nothing(level: str, dtype: torch.dtype, 
 
 def test_what_instructions_took_is_told_since_it_was_last_asked_for(level: str) -> None:
     builder = ProgramBuilder(F32)
-    out = builder.host(lambda x: x + 1, [builder.input(6)], 6)
-    program = builder.finish(out * 2.0)
+    program = builder.finish(scaled(builder.input(6), 2.0, lambda x: x + 1))
     assert [(spent.op, spent.calls, spent.seconds) for spent in program.spent()] == [("scale", 0, 0.0)]
     for _ in range(3):
-        assert torch.equal(run(program, [GOOD], 6, F32), (GOOD + 1) * 2)
+        assert torch.equal(run(program, [GOOD], 6, F32), GOOD * 2 + 1)
     [scale] = program.spent()
     assert scale.seconds > 0
     assert (scale.calls, scale.rows, scale.inner) == (3, 3 * len(GOOD), False)
@@ -382,25 +383,25 @@ def test_what_instructions_took_is_told_since_it_was_last_asked_for(level: str) 
     assert program.spent()[0].calls == 0
 
 
-def test_memory_between_host_functions_is_used_again(level: str) -> None:
+def test_memory_that_the_host_touches_is_used_again(level: str) -> None:
     builder = ProgramBuilder(F32)
-    x: Any = builder.input(6)
+    x = builder.input(6)
     for _ in range(20):
-        x = builder.host(lambda rows: rows + 1, [x * 2.0], 6)
+        x = scaled(x, 2.0, lambda rows: rows + 1)
     program = builder.finish(x * 1.0)
-    assert len(program._bound) <= 2 + 2, "brought, and those of one host function"
+    assert len(program._bound) <= 2 + 2, "brought, and those of one operation"
     expected = GOOD
     for _ in range(20):
         expected = expected * 2 + 1
     assert torch.equal(run(program, [GOOD], 6, F32), expected)
 
 
-@pytest.mark.parametrize("result", [torch.zeros(4, 5), torch.zeros(3, 6), torch.zeros(4, 6).double()])
-def test_a_host_functions_result_is_checked(level: str, result: Tensor) -> None:
+def test_a_program_that_waits_for_the_host_is_no_part_of_another(level: str) -> None:
     builder = ProgramBuilder(F32)
-    out = builder.host(lambda x: result, [builder.input(6)], 6)
-    with pytest.raises(AssertionError, match="a host function makes what it was said to"):
-        builder.finish(out).run([GOOD, GOOD.clone()])
+    program = builder.finish(scaled(builder.input(6), 2.0, lambda rows: rows + 1), apart=True)
+    assert not program.is_whole
+    with pytest.raises(AssertionError, match="an operation waits for nobody"):
+        ProgramBuilder(F32).part(program)
 
 
 def test_a_tap_is_not_fused_away(level: str) -> None:
@@ -456,7 +457,7 @@ def test_both_integer_types_are_taken(level: str) -> None:
     assert all(narrow.__dict__[n] is t for n, t in vars(narrow).items())
 
 
-def test_a_host_function_runs_on_one_of_torchs_threads(level: str) -> None:
+def test_the_host_uses_one_of_torchs_threads(level: str) -> None:
     """Torch's threads spin after each operation, on the cores of the kernels' own."""
     seen: list[int] = []
 
@@ -465,8 +466,7 @@ def test_a_host_function_runs_on_one_of_torchs_threads(level: str) -> None:
         return x * 2
 
     builder = ProgramBuilder(F32)
-    out = builder.host(function, [builder.input(4)], 4)
-    program, x = builder.finish(out), torch.ones(3, 4)
+    program, x = builder.finish(scaled(builder.input(4), 1.0, function)), torch.ones(3, 4)
     before = torch.get_num_threads()
     torch.set_num_threads(3)
     try:
