@@ -122,7 +122,7 @@ def test_load_counts_requests_in_flight(server: RunningServer) -> None:
         wait_until(lambda: server.get("/load").json() == {"server_load": 1}, 30.0)
         connection.sendall(body[-1:])
         assert connection.recv(100)
-    wait_until(lambda: server.get("/load").json() == {"server_load": 0}, 30.0)
+    wait_until(lambda: server.get("/load").json() == {"server_load": 0}, 5.0)
 
 
 # Metrics.

@@ -4,7 +4,6 @@ It observes an AsyncLLM, on the event loop's thread; /metrics, the log line and 
 numbers for each live request, forgets the request when it ends, and knows nothing of engines, clients or Prometheus.
 """
 
-import math
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -184,5 +183,7 @@ def one_two_five(largest: int) -> list[float]:
 
 def geometric(smallest: float, largest: float, per_decade: int) -> list[float]:
     """Bounds from `smallest` up, each larger than the last by the same factor, to the first beyond `largest`."""
-    num_factors = math.ceil(math.log10(largest / smallest) * per_decade)
-    return [smallest * 10 ** (number / per_decade) for number in range(num_factors + 1)]
+    bounds = [smallest]
+    while bounds[-1] < largest:
+        bounds.append(smallest * 10 ** (len(bounds) / per_decade))
+    return bounds

@@ -1,8 +1,8 @@
 """Programs: a model's forward pass as native kernel calls, recorded by a builder and run in one call a step.
 
 The compiled model runs one for each step. As a CUDA graph would, it leaves Python out of the step; sizes are free,
-though. Where the program has host calls it is cut into parts: the kernels of a part run in one call, then a function in
-torch, then the next part. Knows no models and no recording.
+though. Where the host does something to a result it is cut into parts: the kernels of a part run in one call, then the
+host's function, then the next part. A program may run parts of another one. Knows no models and no recording.
 """
 
 import ctypes
@@ -269,4 +269,10 @@ class Program:
 def _call_host(function: Callable[[Tensor], Tensor], buffer: Tensor) -> None:
     # More threads would spin on after each operation, on the cores that the kernels' need.
     with torch_threads(1), torch.inference_mode():
-        buffer.copy_(function(buffer))
+        result = function(buffer)
+        if result.shape != buffer.shape or result.dtype != buffer.dtype:
+            raise ValueError(
+                f"a host function must return {TYPE_OF[buffer.dtype].name} {[*buffer.shape]}, "
+                f"got {result.dtype} {tuple(result.shape)}"
+            )
+        buffer.copy_(result)

@@ -396,6 +396,16 @@ def test_memory_that_the_host_touches_is_used_again(level: str) -> None:
     assert torch.equal(run(program, [GOOD], 6, F32), expected)
 
 
+@pytest.mark.parametrize("result", [torch.zeros(4, 5), torch.zeros(3, 6), torch.zeros(4, 6).double()])
+def test_what_the_host_returns_is_checked(level: str, result: Tensor) -> None:
+    builder = ProgramBuilder(F32)
+    out = scaled(builder.input(6), 1.0, lambda x: result)
+    with pytest.raises(
+        ValueError, match=r"a host function must return F32 \[4, 6\], got torch.float(32|64) \([34], [56]\)"
+    ):
+        builder.finish(out).run([GOOD, GOOD.clone()])
+
+
 def test_a_program_that_waits_for_the_host_is_no_part_of_another(level: str) -> None:
     builder = ProgramBuilder(F32)
     program = builder.finish(scaled(builder.input(6), 2.0, lambda rows: rows + 1), apart=True)
