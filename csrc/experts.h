@@ -15,7 +15,6 @@ struct ExpertsSpec {  // of `experts` the inputs are x, and what `route` made
     Program* program;       // of those that are here, one after the other, each from its buffer 0 to its buffer 1
     const int64_t* ends;    // [num_here] of their instructions
     int64_t first, num_here;
-    int32_t renormalize;    // weights are divided by the sum of those chosen
 };
 
 // Where rows go. A slot is one of a row's choices.
@@ -64,6 +63,6 @@ inline void experts(const ExpertsSpec& s, const Operands& o, Context& context) {
 }
 
 QUIRE_OPERATION(experts, ExpertsSpec, QUIRE_FIELD(count), QUIRE_FIELD(top_k), QUIRE_FIELD(width), QUIRE_FIELD(stride),
-                QUIRE_FIELD(program), QUIRE_FIELD(ends), QUIRE_FIELD(first), QUIRE_FIELD(num_here), QUIRE_FIELD(renormalize));
+                QUIRE_FIELD(program), QUIRE_FIELD(ends), QUIRE_FIELD(first), QUIRE_FIELD(num_here));
 
 }  // namespace quire::QUIRE_NS

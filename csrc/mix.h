@@ -5,8 +5,12 @@
 
 namespace quire::QUIRE_NS {
 
+struct MixSpec {
+    int64_t count, top_k, width, stride;  // as of `experts`
+};
+
 template <class T>
-inline void mix_rows(const ExpertsSpec& s, const Operands& o, Context& context) {
+inline void mix_rows(const MixSpec& s, const Operands& o, Context& context) {
     const ExpertRows r = sort_by_expert(s, o, context);
     const Rows answers{o.x.data, s.stride, o.x.type}, &shared = o.more[0], &gate = o.more[1];
     for_rows(o.num_rows, context, [&](int64_t row) {
@@ -24,11 +28,10 @@ inline void mix_rows(const ExpertsSpec& s, const Operands& o, Context& context) 
 
 // Inputs: answers, what `route` made, and what a shared expert answers and its gate's score, or none. In the order of experts' numbers,
 // and then the shared one, weighed by the sigmoid of its score.
-inline void mix(const ExpertsSpec& s, const Operands& o, Context& context) {
+inline void mix(const MixSpec& s, const Operands& o, Context& context) {
     o.out.type == Type::f32 ? mix_rows<float>(s, o, context) : mix_rows<bf16>(s, o, context);
 }
 
-QUIRE_OPERATION(mix, ExpertsSpec, QUIRE_FIELD(count), QUIRE_FIELD(top_k), QUIRE_FIELD(width), QUIRE_FIELD(stride),
-                QUIRE_FIELD(program), QUIRE_FIELD(ends), QUIRE_FIELD(first), QUIRE_FIELD(num_here), QUIRE_FIELD(renormalize));
+QUIRE_OPERATION(mix, MixSpec, QUIRE_FIELD(count), QUIRE_FIELD(top_k), QUIRE_FIELD(width), QUIRE_FIELD(stride));
 
 }  // namespace quire::QUIRE_NS

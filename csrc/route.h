@@ -3,13 +3,19 @@
 
 #include <limits>
 
-#include "experts.h"
+#include "operation.h"
+#include "rows.h"
 
 namespace quire::QUIRE_NS {
 
+struct RouteSpec {
+    int64_t count, top_k;
+    int32_t renormalize;  // weights are divided by the sum of those chosen
+};
+
 // A row's experts, in the order of their numbers, and their weights: softmax of all scores. Of equals the first is chosen.
 // `scores` are [count], and then room up to whole vectors; they are written to.
-inline void choose_experts(const ExpertsSpec& s, float* scores, float* weights, int32_t* chosen) {
+inline void choose_experts(const RouteSpec& s, float* scores, float* weights, int32_t* chosen) {
     const int64_t size = round_up(s.count, kLanes), top_k = s.top_k;
     for (int64_t i = s.count; i < size; i++) scores[i] = -std::numeric_limits<float>::infinity();
     vf most = load(scores);
@@ -44,7 +50,7 @@ inline void choose_experts(const ExpertsSpec& s, float* scores, float* weights, 
 }
 
 // x: scores of all experts. Of each row its weights, float32 [top_k], and then its experts, int32 [top_k].
-inline void route(const ExpertsSpec& s, const Operands& o, Context& context) {
+inline void route(const RouteSpec& s, const Operands& o, Context& context) {
     context.pool.run(divide_up(o.num_rows, kRowsPerTask), [&](int64_t task, int thread) {
         float* scores = context.thread_scratch[thread].get<float>(round_up(s.count, kLanes));
         for (int64_t row = task * kRowsPerTask; row < std::min(o.num_rows, (task + 1) * kRowsPerTask); row++) {
@@ -56,7 +62,6 @@ inline void route(const ExpertsSpec& s, const Operands& o, Context& context) {
     });
 }
 
-QUIRE_OPERATION(route, ExpertsSpec, QUIRE_FIELD(count), QUIRE_FIELD(top_k), QUIRE_FIELD(width), QUIRE_FIELD(stride),
-                QUIRE_FIELD(program), QUIRE_FIELD(ends), QUIRE_FIELD(first), QUIRE_FIELD(num_here), QUIRE_FIELD(renormalize));
+QUIRE_OPERATION(route, RouteSpec, QUIRE_FIELD(count), QUIRE_FIELD(top_k), QUIRE_FIELD(renormalize));
 
 }  // namespace quire::QUIRE_NS

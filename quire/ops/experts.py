@@ -109,8 +109,9 @@ def _build(x: Value, scores: Value, shared: Sequence[Value], top_k: int, renorma
     program = own.finish([cast(Any, run(rows)) for run in experts.runs.values()], apart=True)
     # From row to row no whole pages: those that a kernel writes at once would meet in the same few lines of L1.
     stride = x.width + 32 * (x.width * x.dtype.itemsize % 4096 == 0)
-    told: dict[str, Any] = {"count": experts.count, "top_k": top_k, "width": x.width, "stride": stride}
-    routes = builder.append("route", [scores], 2 * top_k, type=Type.F32, **told, renormalize=renormalize)
+    choice: dict[str, Any] = {"count": experts.count, "top_k": top_k}
+    told = choice | {"width": x.width, "stride": stride}
+    routes = builder.append("route", [scores], 2 * top_k, type=Type.F32, **choice, renormalize=renormalize)
     here: dict[str, Any] = {"first": min(experts.runs), "num_here": len(experts.runs)}
     here |= {"program": builder.part(program), "ends": builder.address(torch.tensor(program.plan.ends))}
     answers = builder.append("experts", [x, routes], top_k * stride, **told, **here)
