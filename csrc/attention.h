@@ -294,7 +294,7 @@ struct RowKernel {
             for (int64_t i = 0; i < dim; i++) partial.weighted[r * dim + i] = 0;
             partial.highest[r] = kLowest, partial.total[r] = 0;
         }
-        CacheAhead<Cached> ahead(sight, low, high, after, kLead);
+        CacheAhead<Cached> ahead(sight, low, high, after, false);
         for (int64_t chunk = low / kChunk * kChunk; chunk < high; chunk += kChunk)
             for_views(sight, chunk, high, [&](int64_t stop, int64_t first_row, int64_t end_row) {
                 const int64_t start = low > chunk ? low : chunk;

@@ -1,6 +1,8 @@
 // What attention reads of the cache, fetched before it is read: blocks lie anywhere, and CPUs foresee nothing beyond a page.
 #pragma once
 
+#include <unistd.h>
+
 #include <optional>
 
 #include "attention_sight.h"
@@ -9,16 +11,29 @@ namespace quire::QUIRE_NS {
 
 constexpr int64_t kLead = 16384;  // bytes that are fetched before they are read, where that goes on at any time
 
-// What a thread reads of the cache from now on, fetched into L2 in the order of reading and `lead` bytes before: chunk by chunk of a
-// range, and then of the range after it, the keys of a chunk's blocks and their values. Fetched into L1, they come at half the rate.
+// Whether what comes from memory is best fetched into L1 at once: into L1 of 32 KB, and on Intel's cores, it comes at half the rate of L2.
+inline bool fetches_into_first() {
+#if defined(__x86_64__)
+    static const bool fetches = __builtin_cpu_is("amd") && sysconf(_SC_LEVEL1_DCACHE_SIZE) > 32 << 10;
+    return fetches;
+#else
+    return false;
+#endif
+}
+
+// What a thread reads of the cache from now on, fetched in the order of reading: chunk by chunk of a range, and then of the range after
+// it, the keys of a chunk's blocks and their values.
 template <class Cached>
 class CacheAhead {
 public:
-    // From the chunk of key `low` on, up to `high`. What comes first, somebody fetched already. `after` may be null.
-    CacheAhead(const Sight& sight, int64_t low, int64_t high, const RowRange* after, int64_t lead)
-        : sight_(sight), chunk_(low / kChunk * kChunk), high_(high), after_(after), block_size_(sight.a.cache_shape.block_size) {
+    // From the chunk of key `low` on, up to `high`. What comes first, somebody fetched already. `after` may be null. `whole`: so early that a
+    // chunk is there, in L2, as a whole.
+    CacheAhead(const Sight& sight, int64_t low, int64_t high, const RowRange* after, bool whole)
+        : sight_(sight), chunk_(low / kChunk * kChunk), high_(high), after_(after), block_size_(sight.a.cache_shape.block_size),
+          near_(!whole && fetches_into_first()) {
         if (kChunk % block_size_) high_ = 0, after_ = nullptr, stretch_ = num_stretches();  // a chunk's keys are no stretch of memory
         first_view();
+        const int64_t lead = whole ? 2 * kChunk * sight.a.cache_shape.padded_dim() * int64_t(sizeof(Cached)) : kLead;
         for (int64_t left = lead; left > 0 && next_stretch();) {
             const int64_t size = std::min<int64_t>(left, end_ - from_);
             from_ += size, left -= size;
@@ -27,17 +42,18 @@ public:
     // As much as is about to be read.
     QUIRE_INLINE void fetch(int64_t size) {
         if (end_ - from_ < size) return fetch_on(size);
-        for (int64_t i = 0; i < size; i += 64) __builtin_prefetch(from_ + i, 0, 2);
+        for (int64_t i = 0; i < size; i += 64) fetch_line(from_ + i);
         from_ += size;
     }
 
 private:
+    QUIRE_INLINE void fetch_line(const char* line) const { near_ ? __builtin_prefetch(line, 0, 3) : __builtin_prefetch(line, 0, 2); }
     int64_t num_stretches() const { return 2 * (kChunk / block_size_); }
     // To the end of a stretch, and from the next one the rest. Seldom, so out of the way of products.
     __attribute__((noinline)) void fetch_on(int64_t size) {
         for (; size > 0; from_ += 64, size -= 64) {
             if (from_ >= end_ && !next_stretch()) return;
-            __builtin_prefetch(from_, 0, 2);
+            fetch_line(from_);
         }
     }
     // To the next head in turn; false after the last one.
@@ -62,7 +78,7 @@ private:
             from_ = reinterpret_cast<const char*>(sight_->head(position, value));
             end_ = from_ + (value ? count : block_size_) * row_bytes;
             // An i8 cache's scales come along: who reads counts keys and values alone, and would fall behind.
-            for (int64_t i = block_size_ * row_bytes; i < shape.head_bytes(); i += 64) __builtin_prefetch(from_ + i, 0, 2);
+            for (int64_t i = block_size_ * row_bytes; i < shape.head_bytes(); i += 64) fetch_line(from_ + i);
             return true;
         }
     }
@@ -93,6 +109,7 @@ private:
     int64_t chunk_, high_, end_key_ = 0;  // of the keys that are seen
     const RowRange* after_;
     const int64_t block_size_;
+    const bool near_;
     int64_t head_ = 0;     // of those in turn
     int64_t stretch_ = 0;  // of the chunk, the one after this one:
     const char *from_ = nullptr, *end_ = nullptr;

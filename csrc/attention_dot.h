@@ -576,8 +576,9 @@ struct DotKernel {
                        ScoreFactors factors, Partial partial) const {
         const DirectChunk<Cached> c(sight, chunk, end - chunk);
         const auto* queries = s.queries + s.kWords * row * c.dim / 2;
-        const bool at_once = kFloats && kRows <= (sizeof(Cached) == 1 ? 4 : 2) && c.num_blocks == 2;  // as the sums of a few rows wait for each other
-        if constexpr (kFloats && kRows <= (sizeof(Cached) == 1 ? 4 : 2))
+        constexpr bool kMayAtOnce = kRows <= (kFloats && sizeof(Cached) > 1 ? 2 : 4);
+        const bool at_once = kMayAtOnce && c.num_blocks == 2;  // as the sums of a few rows wait for each other
+        if constexpr (kMayAtOnce)
             if (at_once) direct_scores<kRows, 2>(c, ahead, 0, queries, s.scores);
         for (int64_t block = 0; block < c.num_blocks; block++) {
             if (!at_once) direct_scores<kRows, 1>(c, ahead, block, queries, s.scores);
@@ -707,8 +708,7 @@ struct DotKernel {
             _mm512_storeu_ps(all.totals + r * 16, _mm512_setzero_ps());
         }
         const ScoreFactors factors(a);
-        // A chunk that is gathered without fetching has to be there as a whole.
-        CacheAhead<Cached> ahead(sight, low, high, after, rows_of_head < kManyRows ? kLead : 2 * kChunk * dim * int64_t(sizeof(Cached)));
+        CacheAhead<Cached> ahead(sight, low, high, after, rows_of_head >= kManyRows);  // whose chunks are gathered without fetching
         const bool in_place = a.cache_shape.block_size == 32 && !a.step->tail_starts;
         auto attend_chunk = [&](int64_t chunk, const Memory& s, Partial partial) {
             for_views(sight, chunk, high, [&](int64_t end, int64_t first_row, int64_t end_row) {
