@@ -14,7 +14,6 @@
 
 namespace quire::QUIRE_NS {
 
-constexpr int64_t kSpan = 1024;       // keys of a partial result, a multiple of kChunk
 constexpr int64_t kMostPartials = 8 << 20;  // floats of partial results kept at a time, or one task's
 constexpr float kLowest = -3.0e38f;   // running maximum before the first visible key: finite, so never NaN
 
@@ -208,7 +207,7 @@ void run_attention(const AttentionArgs& a, Context& context, int64_t rows_per_ta
         for (range.num_heads = 1; range.kv_head < all.kv_head + all.num_heads; range.kv_head++)
             kernel.write(range, partial.from((range.kv_head - all.kv_head) * all.num_rows(), dim), thread);
     };
-    if (most_spans == 1 || context.pool.size() == 1 || tasks.count() >= 4 * context.pool.size()) {
+    if (!tasks.cut_by_keys()) {
         context.pool.run(tasks.count(), [&](int64_t task, int thread) {
             float* memory = context.thread_scratch2[thread].get<float>(2 * state);
             const Partial whole(memory, rows, dim), next(memory + state, rows, dim);

@@ -25,6 +25,7 @@ struct AttentionArgs {
 };
 
 constexpr int64_t kChunk = 64;        // keys
+constexpr int64_t kSpan = 1024;       // keys of a partial result, a multiple of kChunk
 constexpr int64_t kNever = INT64_MAX;  // a position that no key has
 constexpr int64_t kHeadsInTurn = 8;   // at most
 constexpr int64_t kLeastShared = 2 * kChunk;  // keys that sequences begin with, to be taken together
@@ -52,7 +53,6 @@ public:
         if (may_share) std::stable_sort(order_.begin(), order_.end(), [&](int32_t s, int32_t other) { return comes_before(s, other); });
         // So many that every thread still has a few tasks.
         const int64_t most = may_share ? std::min(rows_per_task / group_, step_.num_seqs * num_kv_ / (2 * num_threads)) : 1;
-        const int64_t num_keys = std::accumulate(step_.seq_lens, step_.seq_lens + step_.num_seqs, int64_t(0));
         for (int64_t at = 0; at < step_.num_seqs; at = sets_.back().place) {
             const int32_t s = order_[at];
             int64_t count = 1, shared = kNever;
@@ -62,13 +62,16 @@ public:
                 take_together(at, most, count, shared);
             Set& set = sets_.back();
             set.shared = shared, set.num_rows = (count > 1 ? count : num_tokens(s)) * group_;
-            if (set.num_rows <= rows_in_turn)
-                for (int64_t heads = kHeadsInTurn; heads > 1 && set.num_heads == 1; heads /= 2)  // no thread waits long for another
-                    if (num_kv_ % heads == 0 && heads * count * step_.seq_lens[s] <= num_keys * num_kv_ / (4 * num_threads)) set.num_heads = heads;
-            most_rows_ = std::max(most_rows_, std::min(set.num_rows, rows_per_task_) * set.num_heads);
-            sets_.push_back({set.first_task + divide_up(set.num_rows, rows_per_task_) * num_kv_ / set.num_heads, at + count, 0, 0});
+            longest_ = std::max<int64_t>(longest_, step_.seq_lens[s]);
+            sets_.push_back({0, at + count, 0, 0});
         }
+        // Of a few sequences spans of keys are tasks, too, so that more heads can follow each other.
+        take_in_turn(rows_in_turn, num_threads, kSpan);
+        cut_by_keys_ = num_threads > 1 && longest_ > kSpan && count() < 4 * num_threads;
+        if (!cut_by_keys_) take_in_turn(rows_in_turn, num_threads, longest_);
     }
+    // Whether a task is to be computed span by span, by any thread.
+    bool cut_by_keys() const { return cut_by_keys_; }
     int64_t count() const { return sets_.back().first_task; }
     int64_t most_rows() const { return most_rows_; }  // of a task, all heads'
     // A head's tasks follow each other, so that its keys and values stay in L2; the last rows see most and come first.
@@ -85,6 +88,20 @@ private:
         int64_t first_task, place, num_rows, shared, num_heads = 1;
     };
 
+    // Sets' heads, where so many keys at most are one thread's at a time: no thread waits long for another.
+    void take_in_turn(int64_t rows_in_turn, int64_t num_threads, int64_t most_keys) {
+        const int64_t num_keys = std::accumulate(step_.seq_lens, step_.seq_lens + step_.num_seqs, int64_t(0));
+        const int64_t share = num_threads > 1 ? num_keys * num_kv_ / (4 * num_threads) : kNever;
+        most_rows_ = 1;
+        for (size_t i = 0; i + 1 < sets_.size(); i++) {
+            Set& set = sets_[i];
+            const int64_t count = sets_[i + 1].place - set.place, keys = std::min<int64_t>(step_.seq_lens[order_[set.place]], most_keys);
+            set.num_heads = set.num_rows <= rows_in_turn ? kHeadsInTurn : 1;
+            while (set.num_heads > 1 && (num_kv_ % set.num_heads || set.num_heads * count * keys > share)) set.num_heads /= 2;
+            most_rows_ = std::max(most_rows_, std::min(set.num_rows, rows_per_task_) * set.num_heads);
+            sets_[i + 1].first_task = set.first_task + divide_up(set.num_rows, rows_per_task_) * num_kv_ / set.num_heads;
+        }
+    }
     int64_t num_tokens(int64_t s) const { return step_.query_start_loc[s + 1] - step_.query_start_loc[s]; }
     const int32_t* table(int64_t s) const { return step_.block_tables + s * step_.max_blocks; }
     int64_t num_whole_blocks(int64_t s) const { return (step_.seq_lens[s] - 1) / step_.block_size; }
@@ -109,7 +126,8 @@ private:
     }
 
     const StepArgs& step_;
-    int64_t group_, num_kv_, rows_per_task_, most_rows_ = 1;
+    int64_t group_, num_kv_, rows_per_task_, most_rows_, longest_ = 0;
+    bool cut_by_keys_ = false;
     std::vector<int32_t> order_;  // of sequences
     std::vector<Set> sets_;       // and the end
 };

@@ -224,20 +224,25 @@ def test_norms_and_rotation(
 @pytest.mark.parametrize("int8", [False, True])
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("window", [None, 1500])
+@pytest.mark.parametrize(("heads", "length", "num_threads"), [((4, 1), 2600, 4), ((8, 8), 4200, 2)])
 def test_long_contexts_are_split_among_threads_without_a_trace(
-    level: str, dtype: torch.dtype, int8: bool, window: int | None
+    level: str, dtype: torch.dtype, int8: bool, heads: tuple[int, int], length: int, num_threads: int, window: int | None
 ) -> None:
-    """Spans of 1,024 keys, by one thread one after the other or by several at once: one KV head leaves nothing else."""
+    """Spans of 1,024 keys, by one thread one after the other or by several at once.
+
+    One KV head leaves nothing else, and of many some follow each other then.
+    """
     backend = NativeBackend(int8)
-    [sequence] = make_sequences([2600], (4, 1), 16, dtype)
-    decodes = [[2590], *([1] for _ in range(10))]
+    [sequence] = make_sequences([length], heads, 16, dtype)
+    decodes = [[length - 10], *([1] for _ in range(10))]
     torch.set_num_threads(1)
-    [expected] = attend(backend, [sequence], [[2600]], 64, window)
+    [expected] = attend(backend, [sequence], [[length]], 64, window)
     [alone_] = attend(backend, [sequence], decodes, 32, window)
     assert torch.equal(alone_, expected)
-    torch.set_num_threads(4)
-    [split] = attend(backend, [sequence], decodes, 16, window)
-    assert torch.equal(split, expected)
+    torch.set_num_threads(num_threads)
+    for block_size in (16, 32):
+        [split] = attend(backend, [sequence], decodes, block_size, window)
+        assert torch.equal(split, expected)
     if not int8:
         tolerance = 1e-5 if dtype == torch.float32 else 1e-2
         torch.testing.assert_close(split.double(), dense(sequence, 0.25, window), atol=tolerance, rtol=tolerance)
