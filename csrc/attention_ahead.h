@@ -22,7 +22,7 @@ inline bool fetches_into_first() {
 }
 
 // What a thread reads of the cache from now on, fetched in the order of reading: chunk by chunk of a range, and then of the range after
-// it, the keys of a chunk's blocks and their values.
+// it, the keys of a chunk's blocks, head by head of those in turn, and then their values.
 template <class Cached>
 class CacheAhead {
 public:
@@ -31,7 +31,7 @@ public:
     CacheAhead(const Sight& sight, int64_t low, int64_t high, const RowRange* after, bool whole)
         : sight_(sight), chunk_(low / kChunk * kChunk), high_(high), after_(after), block_size_(sight.a.cache_shape.block_size),
           near_(!whole && fetches_into_first()) {
-        if (kChunk % block_size_) high_ = 0, after_ = nullptr, stretch_ = num_stretches();  // a chunk's keys are no stretch of memory
+        if (kChunk % block_size_) high_ = 0, after_ = nullptr, value_ = true, stretch_ = num_stretches();  // a chunk's keys are no stretch of memory
         first_view();
         const int64_t lead = whole ? 2 * kChunk * sight.a.cache_shape.padded_dim() * int64_t(sizeof(Cached)) : kLead;
         for (int64_t left = lead; left > 0 && next_stretch();) {
@@ -48,7 +48,7 @@ public:
 
 private:
     QUIRE_INLINE void fetch_line(const char* line) const { near_ ? __builtin_prefetch(line, 0, 3) : __builtin_prefetch(line, 0, 2); }
-    int64_t num_stretches() const { return 2 * (kChunk / block_size_); }
+    int64_t num_stretches() const { return kChunk / block_size_; }
     // To the end of a stretch, and from the next one the rest. Seldom, so out of the way of products.
     __attribute__((noinline)) void fetch_on(int64_t size) {
         for (; size > 0; from_ += 64, size -= 64) {
@@ -63,32 +63,34 @@ private:
         sight.range.kv_head -= head_ - 1, head_ = 0;
         return false;
     }
-    // The next keys or values of a block; false where nobody knows.
+    // The next keys or values of a block and head; false where nobody knows.
     bool next_stretch() {
         const CacheShape& shape = sight_->a.cache_shape;
         for (;;) {
             if (stretch_ == num_stretches()) {
-                if (!next_view()) return false;
+                if (!next_head()) {
+                    if (value_ && !next_view()) return false;
+                    value_ = !value_;
+                }
                 stretch_ = 0;
             }
-            const bool value = stretch_ >= num_stretches() / 2;
-            const int64_t position = chunk_ + stretch_++ * block_size_ - (value ? kChunk : 0), count = std::min(block_size_, end_key_ - position);
+            const int64_t position = chunk_ + stretch_++ * block_size_, count = std::min(block_size_, end_key_ - position);
             if (count <= 0) continue;
             const int64_t row_bytes = shape.padded_dim() * int64_t(sizeof(Cached));
-            from_ = reinterpret_cast<const char*>(sight_->head(position, value));
-            end_ = from_ + (value ? count : block_size_) * row_bytes;
-            // An i8 cache's scales come along: who reads counts keys and values alone, and would fall behind.
-            for (int64_t i = block_size_ * row_bytes; i < shape.head_bytes(); i += 64) fetch_line(from_ + i);
+            from_ = reinterpret_cast<const char*>(sight_->head(position, value_));
+            end_ = from_ + (value_ ? count : block_size_) * row_bytes;
+            // An i8 cache's scales, which weights are made with, come along with the keys: who reads counts keys and values alone.
+            const char* values = reinterpret_cast<const char*>(sight_->head(position, true));
+            for (int64_t i = block_size_ * row_bytes; !value_ && i < shape.head_bytes(); i += 64) fetch_line(from_ + i), fetch_line(values + i);
             return true;
         }
     }
-    // In the order of for_views, head by head of a chunk.
+    // In the order of for_views.
     bool next_view() {
         if (!is_whole() && (sight_->node + 1) * sight_->group < sight_->range.end) {
             sight_->node++, end_view();
             return true;
         }
-        if (next_head()) return first_view(), true;
         chunk_ += kChunk;
         if (chunk_ >= high_) {
             if (!after_) return false;
@@ -111,6 +113,7 @@ private:
     const int64_t block_size_;
     const bool near_;
     int64_t head_ = 0;     // of those in turn
+    bool value_ = false;
     int64_t stretch_ = 0;  // of the chunk, the one after this one:
     const char *from_ = nullptr, *end_ = nullptr;
 };

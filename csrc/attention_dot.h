@@ -58,6 +58,7 @@ struct DotScratch {
     DotScratch from(int64_t row, int64_t dim) const {
         DotScratch rest = *this;
         rest.queries += kWords * row * dim / 2, rest.totals += row * 16;
+        rest.weights += kWords * row * kChunk / 2, rest.sums += row * 16, rest.decays += row, rest.seen += row;
         return rest;
     }
 };
@@ -481,7 +482,7 @@ constexpr bool is_early(int num_rows) { return sizeof(Cached) == 1 && num_rows >
 
 // Scores of a block's 32 keys: as dot_pairs has them. Of those that are not there, anything: nobody looks at them.
 template <int kRows, int kBlocks, class Cached, class Word>
-inline void direct_scores(const DirectChunk<Cached>& c, CacheAhead<Cached>* ahead, int64_t block, const Word* queries, float* scores) {
+QUIRE_ONE_COPY void direct_scores(const DirectChunk<Cached>& c, CacheAhead<Cached>* ahead, int64_t block, const Word* queries, float* scores) {
     using Columns = ColumnsOf<Cached, Word>;
     constexpr bool kFloats = std::is_same_v<Word, float>;
     __m512 acc[kRows][kBlocks][2];
@@ -509,7 +510,7 @@ inline void direct_scores(const DirectChunk<Cached>& c, CacheAhead<Cached>* ahea
 // out = out * keep + weighted sums of 32 * kParts features of the values from `first` on, likewise. What is not there, is
 // not read: it may be no number.
 template <int kRows, int kParts, class Cached, class Word>
-inline void direct_sums(const DirectChunk<Cached>& c, CacheAhead<Cached>* ahead, int64_t first, const Word* weights, const float* keep, float* out) {
+QUIRE_ONE_COPY void direct_sums(const DirectChunk<Cached>& c, CacheAhead<Cached>* ahead, int64_t first, const Word* weights, const float* keep, float* out) {
     using Columns = ColumnsOf<Cached, Word>;
     constexpr bool kFloats = std::is_same_v<Word, float>;
     __m512 acc[kRows][kParts][2];
@@ -548,6 +549,9 @@ inline void direct_sums(const DirectChunk<Cached>& c, CacheAhead<Cached>* ahead,
     for_sums([](const auto& sums, float* at, float) QUIRE_ALWAYS { Columns::store_sums(sums, at); });
 }
 
+// Whether few rows meet keys and values where they lie.
+inline bool lies_well(const AttentionArgs& a) { return a.cache_shape.block_size == 32 && !a.step->tail_starts; }
+
 template <class Cached, bool kCapped, bool kFloats>
 struct DotKernel {
     using Memory = DotScratch<kFloats>;
@@ -570,10 +574,10 @@ struct DotKernel {
         return !all;
     }
 
-    // A few rows, from `row` of the range on, meet a chunk where it lies. `ahead` is null if others did before.
+    // A few rows, from `row` of the range on, meet a chunk's keys where they lie. `ahead` is null if others did before.
     template <int kRows>
-    void attend_direct(const Sight& sight, const Memory& s, int64_t row, int64_t chunk, int64_t end, CacheAhead<Cached>* ahead,
-                       ScoreFactors factors, Partial partial) const {
+    void weigh_direct(const Sight& sight, const Memory& s, int64_t row, int64_t chunk, int64_t end, CacheAhead<Cached>* ahead,
+                      ScoreFactors factors, Partial partial) const {
         const DirectChunk<Cached> c(sight, chunk, end - chunk);
         const auto* queries = s.queries + s.kWords * row * c.dim / 2;
         constexpr bool kMayAtOnce = kRows <= (kFloats && sizeof(Cached) > 1 ? 2 : 4);
@@ -594,6 +598,11 @@ struct DotKernel {
         }
         for (int r = 0; r < kRows; r++) weigh_row<kScaled>(s, r, s.scores + r * kChunk, factors.outer, highest[r]);
         add_totals(s, kRows, highest, s.totals + row * 16);
+    }
+    // And its values.
+    template <int kRows>
+    void sum_direct(const Sight& sight, const Memory& s, int64_t row, int64_t chunk, int64_t end, CacheAhead<Cached>* ahead, Partial partial) const {
+        const DirectChunk<Cached> c(sight, chunk, end - chunk);
         constexpr int kParts = kRows <= 2 ? 4 : kRows <= 4 ? 2 : 1;
         float* weighted = partial.weighted + row * c.dim;
         int64_t d = 0;
@@ -709,35 +718,39 @@ struct DotKernel {
         }
         const ScoreFactors factors(a);
         CacheAhead<Cached> ahead(sight, low, high, after, rows_of_head >= kManyRows);  // whose chunks are gathered without fetching
-        const bool in_place = a.cache_shape.block_size == 32 && !a.step->tail_starts;
-        auto attend_chunk = [&](int64_t chunk, const Memory& s, Partial partial) {
-            for_views(sight, chunk, high, [&](int64_t end, int64_t first_row, int64_t end_row) {
-                const int64_t count = end_row - first_row;
-                if (in_place && count < kManyRows && chunk >= low) {
-                    const int64_t most = divide_up(count, divide_up(count, kDirectRows));
-                    for (int64_t row = first_row, next; row < end_row; row = next) {
-                        next = std::min(row + most, end_row);
-                        const int64_t stop = std::min(end, sight.position(range.begin + next - 1) + 1);
-                        if (stop <= chunk) continue;
-                        with_rows<kDirectRows>(next - row, [&](auto n) {
-                            attend_direct<n>(sight, s, row, chunk, stop, row == first_row ? &ahead : nullptr, factors, partial);
-                        });
-                    }
-                    return;
-                }
-                const bool is_many = count >= kManyRows;
-                gather_pairs<Cached>(sight, chunk, low > chunk ? low : chunk, end, is_many ? nullptr : &ahead, s);
-                auto sees = [&](int64_t row) { return sight.lowest_key(range.begin + row) < chunk + kChunk && sight.position(range.begin + row) >= chunk; };
-                while (first_row < end_row && !sees(first_row)) first_row++;
-                while (first_row < end_row && !sees(end_row - 1)) end_row--;
-                if (first_row < end_row) attend(sight, s, first_row, end_row, chunk, is_many ? &ahead : nullptr, factors, partial);
-            });
+        const bool in_place = lies_well(a);
+        auto attend_chunk = [&](int64_t chunk, int64_t end, int64_t first_row, int64_t end_row, const Memory& s, Partial partial) {
+            const bool is_many = end_row - first_row >= kManyRows;
+            gather_pairs<Cached>(sight, chunk, low > chunk ? low : chunk, end, is_many ? nullptr : &ahead, s);
+            auto sees = [&](int64_t row) { return sight.lowest_key(range.begin + row) < chunk + kChunk && sight.position(range.begin + row) >= chunk; };
+            while (first_row < end_row && !sees(first_row)) first_row++;
+            while (first_row < end_row && !sees(end_row - 1)) end_row--;
+            if (first_row < end_row) attend(sight, s, first_row, end_row, chunk, is_many ? &ahead : nullptr, factors, partial);
         };
-        for (int64_t chunk = low / kChunk * kChunk; chunk < high; chunk += kChunk)
+        auto for_heads = [&](const auto& body) {
             for (int64_t head = 0; head < range.num_heads; head++) {
                 sight.range.kv_head = range.kv_head + head;
-                attend_chunk(chunk, all.from(head * rows_of_head, dim), partial.from(head * rows_of_head, dim));
+                body(all.from(head * rows_of_head, dim), partial.from(head * rows_of_head, dim));
             }
+            sight.range.kv_head = range.kv_head;
+        };
+        for (int64_t chunk = low / kChunk * kChunk; chunk < high; chunk += kChunk)
+            for_views(sight, chunk, high, [&](int64_t end, int64_t first_row, int64_t end_row) {
+                const int64_t count = end_row - first_row;
+                if (!in_place || count >= kManyRows || chunk < low)
+                    return for_heads([&](const Memory& s, Partial partial) { attend_chunk(chunk, end, first_row, end_row, s, partial); });
+                const int64_t most = divide_up(count, divide_up(count, kDirectRows));
+                for (int64_t row = first_row, next; row < end_row; row = next) {
+                    next = std::min(row + most, end_row);
+                    const int64_t stop = std::min(end, sight.position(range.begin + next - 1) + 1);
+                    if (stop <= chunk) continue;
+                    CacheAhead<Cached>* const bring = row == first_row ? &ahead : nullptr;
+                    with_rows<kDirectRows>(next - row, [&](auto n) {
+                        for_heads([&](const Memory& s, Partial partial) { weigh_direct<n>(sight, s, row, chunk, stop, bring, factors, partial); });
+                        for_heads([&](const Memory& s, Partial partial) { sum_direct<n>(sight, s, row, chunk, stop, bring, partial); });
+                    });
+                }
+            });
         for (int64_t r = 0; r < num_rows; r++) partial.total[r] = _mm512_reduce_add_ps(_mm512_loadu_ps(all.totals + r * 16));
     }
 
@@ -753,7 +766,7 @@ inline void attention_dot(const AttentionArgs& a, Context& context) {
     if (a.type != Type::bf16 || a.scale < 0) return attention(a, context);  // the greatest product has to be the greatest score
     const bool in_bf16 = a.cache_shape.type == Type::bf16;
     auto run = [&](auto cached, auto floats) {
-        auto with = [&](auto capped) { run_attention(a, context, kDotTaskRows, DotKernel<decltype(cached), capped, floats>{a, context}, floats ? 0 : kDirectRows); };
+        auto with = [&](auto capped) { run_attention(a, context, kDotTaskRows, DotKernel<decltype(cached), capped, floats>{a, context}, floats || !lies_well(a) ? 0 : kDirectRows); };
         a.softcap > 0 ? with(std::true_type()) : with(std::false_type());
     };
 #if defined(__AVX512BF16__)

@@ -88,10 +88,10 @@ private:
         int64_t first_task, place, num_rows, shared, num_heads = 1;
     };
 
-    // Sets' heads, where so many keys at most are one thread's at a time: no thread waits long for another.
+    // Sets' heads, where so many keys at most are one thread's at a time. The last thread works for a quarter of the time alone at worst.
     void take_in_turn(int64_t rows_in_turn, int64_t num_threads, int64_t most_keys) {
         const int64_t num_keys = std::accumulate(step_.seq_lens, step_.seq_lens + step_.num_seqs, int64_t(0));
-        const int64_t share = num_threads > 1 ? num_keys * num_kv_ / (4 * num_threads) : kNever;
+        const int64_t share = num_threads > 1 ? num_keys * num_kv_ / (4 * (num_threads - 1)) : kNever;
         most_rows_ = 1;
         for (size_t i = 0; i + 1 < sets_.size(); i++) {
             Set& set = sets_[i];
