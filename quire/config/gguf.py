@@ -333,7 +333,7 @@ def gguf_config(path: Path, model: str) -> tuple[dict[str, Any], dict[str, Any]]
     architecture, config = family_of(_MODEL_TYPES[arch]).architecture, dict(_SILENT.get(arch, {}))
     config |= {ours: metadata[f"{arch}.{key}"] for key, ours in _KEYS.items() if f"{arch}.{key}" in metadata}
     if arch == "llama" and config.get("num_experts"):
-        architecture, config["num_local_experts"] = "MixtralForCausalLM", config["num_experts"]
+        architecture = "MixtralForCausalLM"
     elif arch == "llama" and config.get("sliding_window"):
         architecture = "MistralForCausalLM"
     elif arch == "olmo2" and config.get("sliding_window"):
