@@ -117,7 +117,7 @@ FAMILIES = (
         windowed=_late_layers, text_of=("qwen3_vl_text",), **_QWEN),
     Family("Qwen3MoeForCausalLM", "qwen3_moe", "qwen_moe:build_qwen3",
         {"num_key_value_heads": 4, "sliding_window": 4096, "num_experts": 128, "num_experts_per_tok": 8}, **_QWEN),
-    Family("Qwen3VLMoeForCausalLM", "qwen3_vl_moe_text", "qwen3_vl_moe:build",
+    Family("Qwen3VLMoeForCausalLM", "qwen3_vl_moe_text", "qwen_moe:build_qwen3_vl",
         _QWEN_MOE | {"rope_theta": 5e5, "max_position_embeddings": 128_000}, tokenizer_class="Qwen2Tokenizer"),
     Family("SeedOssForCausalLM", "seed_oss", "llama:build_seed_oss",
         {"head_dim": 128, "num_key_value_heads": 8, "max_position_embeddings": 524_288}),

@@ -1,6 +1,7 @@
 """Qwen2-MoE (arXiv:2407.10671) and Qwen3-MoE (arXiv:2505.09388): Qwen2 and Qwen3 with experts in some layers.
 
-Qwen2-MoE also has an expert that every token shares, weighed by a gate of its own.
+Qwen2-MoE also has an expert that every token shares, weighed by a gate of its own. Checkpoints hold experts one by one,
+or a layer's as one tensor: those of Qwen3-VL-MoE (arXiv:2511.21631), and what transformers writes as it has them.
 """
 
 from dataclasses import replace
@@ -10,23 +11,34 @@ from quire.models.builder import Builder
 from quire.models.causal_lm import CausalLM
 from quire.models.llama import FeedForward, LlamaShape, biases, build_llama, gated_mlp, mixture
 from quire.models.settings import count, indices
+from quire.models.stacked import cut_experts
+from quire.models.weights import CheckpointFormat
+
+FORMAT = CheckpointFormat(cut=cut_experts)
 
 
 def build_qwen2(config: ModelConfig, builder: Builder) -> CausalLM:
     """Qwen2MoeForCausalLM."""
     shared_size = count(config, "shared_expert_intermediate_size", 5632, least=0)
     bias = bool(config.hf_config.get("qkv_bias", True))
-    return build_llama(config, builder, LlamaShape(bias, feed_forward=_feed_forward(config, shared_size=shared_size)))
+    feed_forward = _feed_forward(config, shared_size=shared_size)
+    return build_llama(config, builder, LlamaShape(bias, feed_forward=feed_forward, form=FORMAT))
 
 
 def build_qwen3(config: ModelConfig, builder: Builder) -> CausalLM:
     """Qwen3MoeForCausalLM."""
-    return build_llama(config, builder, qwen3_shape(config))
+    return build_llama(config, builder, _qwen3_shape(config))
 
 
-def qwen3_shape(config: ModelConfig, renormalize: bool | None = None) -> LlamaShape:
-    """Qwen3-MoE's; `renormalize`: of the experts' weights, where config.json does not say whether."""
-    return replace(biases(config), head_norms=True, feed_forward=_feed_forward(config, renormalize))
+def build_qwen3_vl(config: ModelConfig, builder: Builder) -> CausalLM:
+    """The language model of Qwen3VLMoeForConditionalGeneration."""
+    return build_llama(config, builder, _qwen3_shape(config, renormalize=True))
+
+
+def _qwen3_shape(config: ModelConfig, renormalize: bool | None = None) -> LlamaShape:
+    """`renormalize`: of the experts' weights, where config.json does not say whether."""
+    feed_forward = _feed_forward(config, renormalize)
+    return replace(biases(config), head_norms=True, feed_forward=feed_forward, form=FORMAT)
 
 
 def _feed_forward(config: ModelConfig, renormalize: bool | None = None, shared_size: int = 0) -> FeedForward:

@@ -295,6 +295,8 @@ def test_what_is_quantized_already_is_refused(small: Path, tmp_path: Path, capsy
 def test_experts_in_one_tensor_are_refused(small: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     stated = json.loads((small / "config.json").read_text())
     model = shutil.copytree(small, tmp_path / "experts")
+    stacked = {"model.layers.0.mlp.experts.gate_up_proj": torch.zeros(2, 8, stated["hidden_size"])}
+    save_file(stacked, model / "model.safetensors")
     seeing = {"architectures": ["Qwen3VLMoeForConditionalGeneration"], "model_type": "qwen3_vl_moe_text"}
     for config in ({"architectures": ["GptOssForCausalLM"], "model_type": "gpt_oss"}, seeing):
         (model / "config.json").write_text(json.dumps(stated | config))
