@@ -23,7 +23,7 @@ ARCHITECTURES = {
     "qwen2_moe": "qwen2moe", "qwen3_moe": "qwen3moe", "gemma": "gemma", "gemma2": "gemma2", "gemma3_text": "gemma3",
     "gpt2": "gpt2", "phi3": "phi3", "granite": "granite", "smollm3": "smollm3", "seed_oss": "seed_oss",
     "qwen2_5_vl": "qwen2vl", "qwen3_vl": "qwen3vl", "olmo2": "olmo2", "olmo3": "olmo2", "glm4": "glm4",
-    "exaone4": "exaone4", "cohere": "command-r", "cohere2": "cohere2",
+    "exaone4": "exaone4", "cohere": "command-r", "cohere2": "cohere2", "olmoe": "olmoe",
     "arcee": "arcee", "starcoder2": "starcoder2", "ernie4_5": "ernie4_5", "qwen3_vl_moe": "qwen3vlmoe",
 }  # fmt: skip
 

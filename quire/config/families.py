@@ -106,6 +106,8 @@ FAMILIES = (
     Family("Olmo2ForCausalLM", "olmo2", "llama:build_olmo", _OLMO),
     Family("Olmo3ForCausalLM", "olmo3", "llama:build_olmo",
         _OLMO | {"rope_theta": 5e5, "sliding_window": 4096, "sliding_window_pattern": 4}, plain_windows=True),
+    Family("OlmoeForCausalLM", "olmoe", "olmoe:build",
+        {"rms_norm_eps": 1e-5, "max_position_embeddings": 4096, "num_experts": 64, "num_experts_per_tok": 8}),
     Family("OPTForCausalLM", "opt", "opt:build", {"tie_word_embeddings": True, "max_position_embeddings": 2048},
         learned_positions=True, tokenizer_class="GPT2Tokenizer"),
     Family("Phi3ForCausalLM", "phi3", "llama:build_phi3", {"rms_norm_eps": 1e-5, "max_position_embeddings": 4096}),

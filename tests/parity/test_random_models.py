@@ -147,6 +147,11 @@ def olmo3(dice: Dice) -> Drawn:
     return layer_types(dice, olmo2(dice)) | {"rope_theta": 5e5, "sliding_window": dice.choice([5, 24, 70])}
 
 
+def olmoe(dice: Dice) -> Drawn:
+    names = ("num_experts", "num_experts_per_tok", "norm_topk_prob")
+    return olmo2(dice) | {name: drawn for name, drawn in mixture(dice).items() if name in names}
+
+
 def cohere(dice: Dice) -> Drawn:
     found = llama(dice) | {"attention_bias": dice.random() < 0.4, "layer_norm_eps": dice.choice([1e-5, 1e-3])}
     return found | {"logit_scale": dice.choice([0.0625, 1.0, 2.0])}
@@ -240,6 +245,7 @@ DRAWS: dict[str, Callable[[Dice], Drawn]] = {
     "seed-oss": seed_oss,
     "olmo2": olmo2,
     "olmo3": olmo3,
+    "olmoe": olmoe,
     "cohere": cohere,
     "cohere2": cohere2,
     "ernie4.5": ernie,
