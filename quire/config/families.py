@@ -98,6 +98,7 @@ FAMILIES = (
             "rope_theta": 150_000.0, "max_position_embeddings": 131_072, "num_local_experts": 128,
             "num_experts_per_tok": 4, "dtype": "bfloat16"}),
     Family("GraniteForCausalLM", "granite", "llama:build_granite"),
+    Family("GraniteMoeForCausalLM", "granitemoe", "granite_moe:build"),
     Family("LlamaForCausalLM", "llama", "llama:build"),
     Family("MistralForCausalLM", "mistral", "llama:build_llama", {"num_key_value_heads": 8, "sliding_window": 4096},
         tokenizer_overrides=True),

@@ -109,14 +109,18 @@ def build_smollm3(config: ModelConfig, builder: Builder) -> CausalLM:
 
 def build_granite(config: ModelConfig, builder: Builder) -> CausalLM:
     """GraniteForCausalLM."""
-    shape = replace(
+    return build_llama(config, builder, granite_shape(config))
+
+
+def granite_shape(config: ModelConfig) -> LlamaShape:
+    """Granite's, with a factor of config.json's for all that has one."""
+    return replace(
         _all_biases(config),
         embed_scale=number(config, "embedding_multiplier", 1.0),
         score_scale=number(config, "attention_multiplier", 1.0),
         branch_scale=number(config, "residual_multiplier", 1.0),
         logit_scale=1.0 / number(config, "logits_scaling", 1.0),
     )
-    return build_llama(config, builder, shape)
 
 
 def build_olmo(config: ModelConfig, builder: Builder) -> CausalLM:

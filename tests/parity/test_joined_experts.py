@@ -16,7 +16,7 @@ tiny: Any = importlib.import_module("tiny_models")
 PROMPT = [5, 90, 17, 3, 3, 41, 8, 77, 60, 12, 9, 33, 34, 35, 9, 9, 10, 4, 80, 2]
 
 
-@pytest.mark.parametrize("name", ["qwen2-moe", "qwen3-moe", "olmoe"])
+@pytest.mark.parametrize("name", ["qwen2-moe", "qwen3-moe", "olmoe", "granitemoe"])
 def test_they_are_the_same_model(name: str, tmp_path: Path) -> None:
     theirs = tiny.build_theirs(name)
     found = []

@@ -129,6 +129,10 @@ def granite(dice: Dice) -> Drawn:
     return biased(dice) | {name: dice.choice([0.2, 1.0, 3.0]) for name in names}
 
 
+def granitemoe(dice: Dice) -> Drawn:
+    return granite(dice) | {"num_local_experts": dice.choice([2, 5]), "num_experts_per_tok": dice.choice([1, 2])}
+
+
 def smollm3(dice: Dice) -> Drawn:
     found = biased(dice) | {"use_sliding_window": dice.random() < 0.5, "sliding_window": dice.choice([9, 33])}
     drawn = [dice.choice([0, 1]) for _ in range(found["num_hidden_layers"])]
@@ -241,6 +245,7 @@ DRAWS: dict[str, Callable[[Dice], Drawn]] = {
     "qwen3-moe": qwen3_moe,
     "gpt-oss": gpt_oss,
     "granite": granite,
+    "granitemoe": granitemoe,
     "smollm3": smollm3,
     "seed-oss": seed_oss,
     "olmo2": olmo2,

@@ -105,6 +105,7 @@ GRANITE = {
     "residual_multiplier": 0.6,
     "logits_scaling": 1.5,
 }
+GRANITE_MOE = LLAMA | GRANITE | {"num_local_experts": 5, "num_experts_per_tok": 2}
 
 # name -> (config class, model class, arguments of the config); the first of a family has its bare name.
 CASES: dict[str, tuple[str, str, dict[str, Any]]] = {
@@ -273,6 +274,12 @@ CASES: dict[str, tuple[str, str, dict[str, Any]]] = {
         "GraniteForCausalLM",
         LLAMA | GRANITE | {"tie_word_embeddings": True, "attention_bias": True, "mlp_bias": True},
     ),
+    "granitemoe": ("GraniteMoeConfig", "GraniteMoeForCausalLM", GRANITE_MOE),
+    "granitemoe-biases": (
+        "GraniteMoeConfig",
+        "GraniteMoeForCausalLM",
+        GRANITE_MOE | {"num_experts_per_tok": 3, "attention_bias": True, "num_key_value_heads": 1},
+    ),
     "gemma": ("GemmaConfig", "GemmaForCausalLM", GEMMA),
     "gemma-legacy-gelu": ("GemmaConfig", "GemmaForCausalLM", GEMMA | {"hidden_act": "gelu", "num_key_value_heads": 1}),
     "gemma2": ("Gemma2Config", "Gemma2ForCausalLM", GEMMA | {"sliding_window": 24, "query_pre_attn_scalar": 10}),
@@ -418,7 +425,7 @@ SEEING: dict[str, tuple[str, str, dict[str, Any]]] = {
     ),
     "voxtral": _seeing("Voxtral", LLAMA | {"model_type": "llama"}, AUDIO, "audio"),
 }
-WITH_EXPERTS = ("mixtral", "qwen2-moe", "qwen3-moe", "gpt-oss", "olmoe")
+WITH_EXPERTS = ("mixtral", "qwen2-moe", "qwen3-moe", "gpt-oss", "olmoe", "granitemoe")
 FAMILIES = (
     "llama",
     "mistral",

@@ -227,6 +227,8 @@ def test_unknown_architecture_lists_the_supported_ones(make) -> None:
         ("qwen3_moe", {"moe_intermediate_size": 0}),
         ("olmo2", {"rms_norm_eps": "small"}),
         ("olmo3", {"rope_scaling": {"rope_type": "yarn", "factor": "many"}, "factor": 0}),
+        ("granitemoe", {"residual_multiplier": 0}),
+        ("granitemoe", {"num_experts_per_tok": 9}),
         ("olmoe", {"clip_qkv": 8.0}),
         ("olmoe", {"num_experts_per_tok": 65}),
         ("glm", {"partial_rotary_factor": 2.0}),
