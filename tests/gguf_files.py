@@ -23,7 +23,8 @@ ARCHITECTURES = {
     "qwen2_moe": "qwen2moe", "qwen3_moe": "qwen3moe", "gemma": "gemma", "gemma2": "gemma2", "gemma3_text": "gemma3",
     "gpt2": "gpt2", "phi3": "phi3", "granite": "granite", "smollm3": "smollm3", "seed_oss": "seed_oss",
     "qwen2_5_vl": "qwen2vl", "qwen3_vl": "qwen3vl", "olmo2": "olmo2", "olmo3": "olmo2", "glm4": "glm4",
-    "exaone4": "exaone4", "cohere": "command-r", "cohere2": "cohere2",
+    "exaone4": "exaone4", "cohere": "command-r", "cohere2": "cohere2", "olmoe": "olmoe",
+    "granitemoe": "granitemoe",
     "arcee": "arcee", "starcoder2": "starcoder2", "ernie4_5": "ernie4_5", "qwen3_vl_moe": "qwen3vlmoe",
 }  # fmt: skip
 
@@ -91,6 +92,7 @@ def _joined_experts(tensors: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
     joined: dict[str, list[np.ndarray]] = {}
     whole: dict[str, np.ndarray] = {}  # of those that have been together, as transformers writes Qwen3-VL-MoE's
     for name, values in tensors.items():
+        name = name.replace("block_sparse_moe.input_linear.weight", "mlp.experts.gate_up_proj")  # GraniteMoE's
         parts = name.split(".")
         if parts[-2] == "experts":
             halves = ("gate_proj", "up_proj") if parts[-1] == "gate_up_proj" else parts[-1:]
@@ -105,7 +107,7 @@ def _joined_experts(tensors: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
 
 def _as_converted(name: str, values: np.ndarray, config: dict[str, Any], arch: str) -> np.ndarray:
     heads = {"q_proj": config.get("num_attention_heads"), "k_proj": config.get("num_key_value_heads")}
-    if arch in ("arcee", "llama", "granite", "smollm3") and (count := heads.get(name.split(".")[-2])):
+    if arch in ("arcee", "llama", "granite", "granitemoe", "smollm3") and (count := heads.get(name.split(".")[-2])):
         values = values.reshape(count, 2, -1, *values.shape[1:]).swapaxes(1, 2).reshape(values.shape)
     if arch.startswith("gemma") and name.endswith("norm.weight"):
         values = values + 1

@@ -297,8 +297,8 @@ _KEYS = {
 # Architectures of llama.cpp -> model_types of transformers; most have the same name.
 # fmt: off
 _SAME = (
-    "arcee", "cohere2", "ernie4_5", "exaone4", "gemma", "gemma2", "glm4", "gpt2", "granite", "llama", "olmo2", "phi3",
-    "qwen2", "qwen3", "seed_oss", "smollm3", "starcoder2",
+    "arcee", "cohere2", "ernie4_5", "exaone4", "gemma", "gemma2", "glm4", "gpt2", "granite", "granitemoe", "llama",
+    "olmo2", "olmoe", "phi3", "qwen2", "qwen3", "seed_oss", "smollm3", "starcoder2",
 )
 _MODEL_TYPES = {name: name for name in _SAME} | {
     "command-r": "cohere", "gemma3": "gemma3_text", "qwen2moe": "qwen2_moe", "qwen2vl": "qwen2_vl",
@@ -333,7 +333,7 @@ def gguf_config(path: Path, model: str) -> tuple[dict[str, Any], dict[str, Any]]
     architecture, config = family_of(_MODEL_TYPES[arch]).architecture, dict(_SILENT.get(arch, {}))
     config |= {ours: metadata[f"{arch}.{key}"] for key, ours in _KEYS.items() if f"{arch}.{key}" in metadata}
     if arch == "llama" and config.get("num_experts"):
-        architecture, config["num_local_experts"] = "MixtralForCausalLM", config["num_experts"]
+        architecture = "MixtralForCausalLM"
     elif arch == "llama" and config.get("sliding_window"):
         architecture = "MistralForCausalLM"
     elif arch == "olmo2" and config.get("sliding_window"):

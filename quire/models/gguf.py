@@ -49,7 +49,8 @@ _IN_SANDWICH = {
 _SANDWICHES = ("gemma2", "gemma3", "olmo2", "glm4", "exaone4")  # of what they have
 _FLOATS = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 _CHUNK = 16 * 2**20  # bytes that are dequantized at once, to float32
-_HALVES_INTERLEAVED = ("arcee", "llama", "granite", "smollm3")  # in the rows of each head of queries and keys
+# In the rows of each head of queries and keys.
+_HALVES_INTERLEAVED = ("arcee", "llama", "granite", "granitemoe", "smollm3")
 _OTHER_NAMES = {  # of architectures
     "seed_oss": {"post_attention_norm": "post_attention_layernorm"},
     **dict.fromkeys(("arcee", "gpt2", "starcoder2"), {"ffn_up": "mlp.fc1", "ffn_down": "mlp.fc2"}),

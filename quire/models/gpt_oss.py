@@ -7,15 +7,12 @@ tensor, in bf16 or in MXFP4, gates and what they open by turns: each is cut into
 from dataclasses import replace
 from functools import partial
 
-from torch import nn
-
 from quire.config.model import ModelConfig
 from quire.errors import ModelLoadError
-from quire.layers.moe import Routing
 from quire.models.builder import Builder
 from quire.models.causal_lm import CausalLM
-from quire.models.llama import biases, build_llama
-from quire.models.settings import count, number
+from quire.models.llama import biases, build_llama, mixture
+from quire.models.settings import number
 from quire.models.stacked import cut_experts
 from quire.models.weights import CheckpointFormat
 from quire.ops.activation import OAI_LIMIT, OAI_SLOPE
@@ -29,12 +26,6 @@ def build(config: ModelConfig, builder: Builder) -> CausalLM:
         if (found := number(config, key, wanted)) != wanted:
             said = f"config.json of model {config.model!r} has {key} = {found}"
             raise ModelLoadError(f"{said}; only {wanted} is supported.")
-    top_k = count(config, "num_experts_per_tok", 4)
-    routing = Routing(count(config, "num_local_experts", 128), top_k, renormalize=True)
-
-    def experts(index: int, builder: Builder) -> nn.Module:
-        sizes = config.hidden_size, config.intermediate_size
-        return builder.experts(*sizes, routing, activation="swiglu_oai", bias=True)
-
+    experts = mixture(config, bias=True, activation="swiglu_oai")
     shape = replace(biases(config, default=True), sinks=True, feed_forward=experts, form=FORMAT)
     return build_llama(config, builder, shape)

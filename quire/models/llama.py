@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from quire.attention.base import AttentionSpec
 from quire.config.model import ModelConfig
 from quire.errors import ModelLoadError
+from quire.layers.moe import Routing
 from quire.layers.norm import Norm
 from quire.layers.rotary import RopeParameters, rope_table
 from quire.models.builder import AttentionForm, Builder
@@ -108,14 +109,18 @@ def build_smollm3(config: ModelConfig, builder: Builder) -> CausalLM:
 
 def build_granite(config: ModelConfig, builder: Builder) -> CausalLM:
     """GraniteForCausalLM."""
-    shape = replace(
+    return build_llama(config, builder, granite_shape(config))
+
+
+def granite_shape(config: ModelConfig) -> LlamaShape:
+    """Granite's, with a factor of config.json's for all that has one."""
+    return replace(
         _all_biases(config),
         embed_scale=number(config, "embedding_multiplier", 1.0),
         score_scale=number(config, "attention_multiplier", 1.0),
         branch_scale=number(config, "residual_multiplier", 1.0),
         logit_scale=1.0 / number(config, "logits_scaling", 1.0),
     )
-    return build_llama(config, builder, shape)
 
 
 def build_olmo(config: ModelConfig, builder: Builder) -> CausalLM:
@@ -181,6 +186,18 @@ def plain_mlp(config: ModelConfig, activation: str, bias: bool) -> FeedForward:
     size, inner = config.hidden_size, config.intermediate_size
     activation = str(config.hf_config.get("hidden_act", activation))
     return lambda index, builder: builder.mlp(size, inner, activation=activation, bias=bias)
+
+
+def mixture(config: ModelConfig, renormalize: bool = True, inner_size: int = 0, **others: Any) -> FeedForward:
+    """A mixture of experts in each layer, which are as wide as a plain MLP where there is no `inner_size`.
+
+    others: what `Builder.experts` takes besides, of which the activation is config.json's where it is not there.
+    """
+    num_experts = count(config, "num_local_experts", count(config, "num_experts", 8))
+    routing = Routing(num_experts, count(config, "num_experts_per_tok", 2), renormalize)
+    others.setdefault("activation", str(config.hf_config.get("hidden_act") or "silu"))
+    sizes = config.hidden_size, inner_size or config.intermediate_size
+    return lambda index, builder: builder.experts(*sizes, routing, **others)
 
 
 def llama_attention(config: ModelConfig, rope: Tensor) -> AttentionSpec:

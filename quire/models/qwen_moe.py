@@ -1,50 +1,53 @@
 """Qwen2-MoE (arXiv:2407.10671) and Qwen3-MoE (arXiv:2505.09388): Qwen2 and Qwen3 with experts in some layers.
 
-Qwen2-MoE also has an expert that every token shares, weighed by a gate of its own.
+Qwen2-MoE also has an expert that every token shares, weighed by a gate of its own. Checkpoints hold experts one by one,
+or a layer's as one tensor: those of Qwen3-VL-MoE (arXiv:2511.21631), and what transformers writes as it has them.
 """
 
 from dataclasses import replace
 
-from torch import nn
-
 from quire.config.model import ModelConfig
-from quire.layers.moe import Routing
 from quire.models.builder import Builder
 from quire.models.causal_lm import CausalLM
-from quire.models.llama import FeedForward, LlamaShape, biases, build_llama
+from quire.models.llama import FeedForward, LlamaShape, biases, build_llama, gated_mlp, mixture
 from quire.models.settings import count, indices
+from quire.models.stacked import cut_experts
+from quire.models.weights import CheckpointFormat
+
+FORMAT = CheckpointFormat(cut=cut_experts)
 
 
 def build_qwen2(config: ModelConfig, builder: Builder) -> CausalLM:
     """Qwen2MoeForCausalLM."""
     shared_size = count(config, "shared_expert_intermediate_size", 5632, least=0)
     bias = bool(config.hf_config.get("qkv_bias", True))
-    return build_llama(config, builder, LlamaShape(bias, feed_forward=_feed_forward(config, shared_size=shared_size)))
+    feed_forward = _feed_forward(config, shared_size=shared_size)
+    return build_llama(config, builder, LlamaShape(bias, feed_forward=feed_forward, form=FORMAT))
 
 
 def build_qwen3(config: ModelConfig, builder: Builder) -> CausalLM:
     """Qwen3MoeForCausalLM."""
-    return build_llama(config, builder, qwen3_shape(config))
+    return build_llama(config, builder, _qwen3_shape(config))
 
 
-def qwen3_shape(config: ModelConfig, renormalize: bool | None = None) -> LlamaShape:
-    """Qwen3-MoE's; `renormalize`: of the experts' weights, where config.json does not say whether."""
-    return replace(biases(config), head_norms=True, feed_forward=_feed_forward(config, renormalize))
+def build_qwen3_vl(config: ModelConfig, builder: Builder) -> CausalLM:
+    """The language model of Qwen3VLMoeForConditionalGeneration."""
+    return build_llama(config, builder, _qwen3_shape(config, renormalize=True))
+
+
+def _qwen3_shape(config: ModelConfig, renormalize: bool | None = None) -> LlamaShape:
+    """`renormalize`: of the experts' weights, where config.json does not say whether."""
+    feed_forward = _feed_forward(config, renormalize)
+    return replace(biases(config), head_norms=True, feed_forward=feed_forward, form=FORMAT)
 
 
 def _feed_forward(config: ModelConfig, renormalize: bool | None = None, shared_size: int = 0) -> FeedForward:
     """What follows attention in each layer: experts in every so manieth one, a plain MLP in those that are named."""
-    hf, size = config.hf_config, config.hidden_size
-    num_experts = count(config, "num_local_experts", count(config, "num_experts", 128, least=0), least=0)
-    renormalize = bool(hf.get("norm_topk_prob", False)) if renormalize is None else renormalize
-    activation = str(hf.get("hidden_act") or "silu")
-    sparse_step, dense = count(config, "decoder_sparse_step", 1), indices(config, "mlp_only_layers")
-
-    def feed_forward(index: int, builder: Builder) -> nn.Module:
-        if index in dense or num_experts == 0 or (index + 1) % sparse_step:
-            return builder.gated_mlp(size, config.intermediate_size, activation=activation)
-        routing = Routing(num_experts, count(config, "num_experts_per_tok", 8), renormalize)
-        inner_size = count(config, "moe_intermediate_size", 768)
-        return builder.experts(size, inner_size, routing, activation=activation, shared_size=shared_size)
-
-    return feed_forward
+    plain, dense = gated_mlp(config), indices(config, "mlp_only_layers")
+    if not count(config, "num_local_experts", count(config, "num_experts", 128, least=0), least=0):
+        return plain
+    if renormalize is None:
+        renormalize = bool(config.hf_config.get("norm_topk_prob", False))
+    experts = mixture(config, renormalize, count(config, "moe_intermediate_size", 768), shared_size=shared_size)
+    every = count(config, "decoder_sparse_step", 1)
+    return lambda index, builder: (plain if index in dense or (index + 1) % every else experts)(index, builder)

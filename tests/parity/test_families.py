@@ -24,7 +24,7 @@ sys.path[:0] = [str(Path(__file__).parent), str(Path(__file__).parents[1])]
 tiny: Any = importlib.import_module("tiny_models")
 loras: Any = importlib.import_module("loras")
 
-NAMES = ["olmo2", "glm4", "ernie4.5-biases", "exaone4", "cohere2", "arcee", "starcoder2"]
+NAMES = ["olmo2", "glm4", "ernie4.5-biases", "exaone4", "cohere2", "arcee", "starcoder2", "olmoe", "granitemoe"]
 PROMPT = [5, 9, 33, 7, 21, 60, 8, 96, 0, 1, 17, 50, 51, 52, 4, 88, 91, 12, 12, 30]
 GREEDY = SamplingParams(max_tokens=12, temperature=0.0, ignore_eos=True, logprobs=3, detokenize=False)
 Serve = Callable[..., LLM]
@@ -98,7 +98,9 @@ def test_quantized_weights(name: str, native: str, quantization: str, tmp_path: 
     assert errors[0] < 1.3 * errors[1] + 0.02
 
 
-@pytest.mark.parametrize("family", ["Arcee", "Ernie4_5", "Starcoder2", "Qwen3VLMoeText"])
+@pytest.mark.parametrize(
+    "family", ["Arcee", "Ernie4_5", "Starcoder2", "Qwen3VLMoeText", "Olmoe", "GraniteMoe", "Qwen3Moe"]
+)
 def test_what_is_absent_means_what_transformers_means(family: str, tmp_path: Path) -> None:
     theirs = getattr(transformers, f"{family}Config")()
     theirs.save_pretrained(tmp_path)
@@ -114,7 +116,7 @@ def test_what_is_absent_means_what_transformers_means(family: str, tmp_path: Pat
     assert found == (theirs.num_key_value_heads, dim, tied, theta)
     assert set(ours.layer_windows) == {None}
     numbers = ("rms_norm_eps", "num_experts", "num_experts_per_tok", "moe_intermediate_size", "decoder_sparse_step")
-    defaults = {"rms_norm_eps": 1e-6, "decoder_sparse_step": 1}
+    defaults = {"rms_norm_eps": 1e-6, "decoder_sparse_step": 1, "moe_intermediate_size": 768, "num_experts_per_tok": 2}
     for key in (key for key in numbers if hasattr(theirs, key)):
         assert number(ours, key, defaults.get(key, 0)) == getattr(theirs, key), key
 
@@ -131,6 +133,8 @@ def test_surroundings_change_no_bit(name: str, native: str, tmp_path: Path, serv
         {"pipeline_parallel_size": 2},
         {"speculative_config": ngram, "max_num_batched_tokens": 5, "block_size": 8},
     ]
+    if name in tiny.WITH_EXPERTS:
+        ways.append({"tensor_parallel_size": 2, "enable_expert_parallel": True})
     if not getattr(theirs.config, "sliding_window", None):  # drafts for itself
         ways.append({"speculative_config": {"model": str(directory), "num_speculative_tokens": 3}})
     for options in ways:

@@ -29,8 +29,8 @@ NAMES = (
     "llama", "llama-tied-mha", "llama-linear", "llama-yarn", "llama-llama3", "mistral", "mistral-full",
     "phi3", "phi3-longrope", "phi3-longrope-short", "qwen2", "qwen3", "mixtral", "mixtral-window", "qwen2-moe",
     "qwen3-moe", "gemma", "gpt2",
-    "seed-oss", "smollm3", "granite", "granite-biases", "qwen2.5-vl", "qwen3-vl",
-    "olmo2", "olmo3", "glm4", "glm4-whole-heads", "exaone4", "exaone4-full", "cohere", "cohere2",
+    "seed-oss", "smollm3", "granite", "granite-biases", "granitemoe", "qwen2.5-vl", "qwen3-vl",
+    "olmo2", "olmo3", "olmoe", "glm4", "glm4-whole-heads", "exaone4", "exaone4-full", "cohere", "cohere2",
     "arcee", "arcee-biases", "starcoder2-windowless", "ernie4.5", "qwen3-vl-moe",
 )  # fmt: skip
 

@@ -129,6 +129,10 @@ def granite(dice: Dice) -> Drawn:
     return biased(dice) | {name: dice.choice([0.2, 1.0, 3.0]) for name in names}
 
 
+def granitemoe(dice: Dice) -> Drawn:
+    return granite(dice) | {"num_local_experts": dice.choice([2, 5]), "num_experts_per_tok": dice.choice([1, 2])}
+
+
 def smollm3(dice: Dice) -> Drawn:
     found = biased(dice) | {"use_sliding_window": dice.random() < 0.5, "sliding_window": dice.choice([9, 33])}
     drawn = [dice.choice([0, 1]) for _ in range(found["num_hidden_layers"])]
@@ -145,6 +149,11 @@ def olmo2(dice: Dice) -> Drawn:
 
 def olmo3(dice: Dice) -> Drawn:
     return layer_types(dice, olmo2(dice)) | {"rope_theta": 5e5, "sliding_window": dice.choice([5, 24, 70])}
+
+
+def olmoe(dice: Dice) -> Drawn:
+    names = ("num_experts", "num_experts_per_tok", "norm_topk_prob")
+    return olmo2(dice) | {name: drawn for name, drawn in mixture(dice).items() if name in names}
 
 
 def cohere(dice: Dice) -> Drawn:
@@ -236,10 +245,12 @@ DRAWS: dict[str, Callable[[Dice], Drawn]] = {
     "qwen3-moe": qwen3_moe,
     "gpt-oss": gpt_oss,
     "granite": granite,
+    "granitemoe": granitemoe,
     "smollm3": smollm3,
     "seed-oss": seed_oss,
     "olmo2": olmo2,
     "olmo3": olmo3,
+    "olmoe": olmoe,
     "cohere": cohere,
     "cohere2": cohere2,
     "ernie4.5": ernie,

@@ -43,6 +43,7 @@ LLAMA = {
 }
 MIXTRAL = LLAMA | {"num_local_experts": 5, "num_experts_per_tok": 2, "sliding_window": None}
 QWEN_MOE = LLAMA | {"num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 20}
+OLMOE = LLAMA | {"num_experts": 6, "num_experts_per_tok": 2}
 GPT_OSS = LLAMA | {
     "num_local_experts": 5,
     "num_experts_per_tok": 2,
@@ -104,6 +105,7 @@ GRANITE = {
     "residual_multiplier": 0.6,
     "logits_scaling": 1.5,
 }
+GRANITE_MOE = LLAMA | GRANITE | {"num_local_experts": 5, "num_experts_per_tok": 2}
 
 # name -> (config class, model class, arguments of the config); the first of a family has its bare name.
 CASES: dict[str, tuple[str, str, dict[str, Any]]] = {
@@ -252,11 +254,31 @@ CASES: dict[str, tuple[str, str, dict[str, Any]]] = {
             "rope_scaling": YARN | {"attention_factor": 1.2},
         },
     ),
+    "olmoe": ("OlmoeConfig", "OlmoeForCausalLM", OLMOE),
+    "olmoe-biases": (
+        "OlmoeConfig",
+        "OlmoeForCausalLM",
+        OLMOE
+        | {
+            "num_experts_per_tok": 3,
+            "norm_topk_prob": True,
+            "attention_bias": True,
+            "num_key_value_heads": 4,
+            "tie_word_embeddings": True,
+            "rope_scaling": LLAMA3,
+        },
+    ),
     "granite": ("GraniteConfig", "GraniteForCausalLM", LLAMA | GRANITE),
     "granite-biases": (
         "GraniteConfig",
         "GraniteForCausalLM",
         LLAMA | GRANITE | {"tie_word_embeddings": True, "attention_bias": True, "mlp_bias": True},
+    ),
+    "granitemoe": ("GraniteMoeConfig", "GraniteMoeForCausalLM", GRANITE_MOE),
+    "granitemoe-biases": (
+        "GraniteMoeConfig",
+        "GraniteMoeForCausalLM",
+        GRANITE_MOE | {"num_experts_per_tok": 3, "attention_bias": True, "num_key_value_heads": 1},
     ),
     "gemma": ("GemmaConfig", "GemmaForCausalLM", GEMMA),
     "gemma-legacy-gelu": ("GemmaConfig", "GemmaForCausalLM", GEMMA | {"hidden_act": "gelu", "num_key_value_heads": 1}),
@@ -403,7 +425,7 @@ SEEING: dict[str, tuple[str, str, dict[str, Any]]] = {
     ),
     "voxtral": _seeing("Voxtral", LLAMA | {"model_type": "llama"}, AUDIO, "audio"),
 }
-WITH_EXPERTS = ("mixtral", "qwen2-moe", "qwen3-moe", "gpt-oss")
+WITH_EXPERTS = ("mixtral", "qwen2-moe", "qwen3-moe", "gpt-oss", "olmoe", "granitemoe")
 FAMILIES = (
     "llama",
     "mistral",

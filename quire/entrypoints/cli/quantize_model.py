@@ -22,7 +22,6 @@ from quire.entrypoints.cli.quantize_codes import Codes, Scheme, quantize, to_fp8
 from quire.entrypoints.cli.quantize_scales import fold
 from quire.errors import ConfigError
 from quire.models.layerwise import Inputs, Layer, Survey
-from quire.models.registry import checkpoint_format
 from quire.models.safetensors import SafetensorsSource
 from quire.text.tokenizer import load_tokenizer
 
@@ -54,9 +53,9 @@ def quantize_checkpoint(options: Namespace, out: Path) -> str:
     config = ModelConfig.from_pretrained(options.model, dtype="float32", revision=options.revision)
     if config.path.is_file() or config.hf_config.get("quantization_config"):
         raise ConfigError(f"{options.model} is quantized already: name the checkpoint that it was made of.")
-    if checkpoint_format(config).cut is not None:
-        raise ConfigError(f"{options.model} has all experts of a layer in one tensor, which can't be quantized here.")
     survey, source = Survey(config), SafetensorsSource(config.path, config.model)
+    if (cut := survey.model.form.cut) and any(len([*cut(spec, config.hidden_size)]) > 1 for spec in source.specs):
+        raise ConfigError(f"{options.model} has all experts of a layer in one tensor, which can't be quantized here.")
     scheme, text = _scheme(options, survey, source), _read_text(options, config)
     partial = out.with_name(f"{out.name}.partial")
     try:

@@ -27,7 +27,8 @@ def fold(layer: Layer, scheme: Scheme, inputs: dict[str, Inputs], probe: tuple[T
     mlps = [path for path in layer.parts if ".mlp." in path and path.rpartition(".")[2] in _NEXT]
     norms = [f"{layer.path}.{name}_layernorm" for name in ("pre_feedforward", "post_attention")]
     qkv, name = f"{layer.path}.self_attn.qkv_proj", layer.model.form.checkpoint_name
-    folding.after_norm(f"{layer.path}.input_layernorm", [qkv], [])
+    attention = [path for path in (f"{layer.path}.self_attn.q_proj", qkv) if path in layer.parts]
+    folding.after_norm(f"{layer.path}.input_layernorm", attention, [])
     gates = [name(f"{layer.path}.mlp.{each}.weight") for each in ("gate", "shared_expert_gate")]  # of a mixture
     folding.after_norm(next(norm for norm in norms if norm in layer.norms), mlps, gates)
     folding.after_linear(qkv, f"{layer.path}.self_attn.o_proj")

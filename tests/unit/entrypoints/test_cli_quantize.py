@@ -53,13 +53,17 @@ def dequantized(tensors: dict[str, Tensor], name: str, method: str, bits: int) -
 
 @pytest.fixture(scope="module")
 def small(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A model of the demo's family, of two layers, whose inputs differ a lot in size."""
-    folder = tmp_path_factory.mktemp("model") / "small"
+    """A model of the demo's family."""
+    return made(tmp_path_factory.mktemp("model") / "small")
+
+
+def made(folder: Path, **change: Any) -> Path:
+    """A model of two layers whose inputs differ a lot in size; of the demo's family, but for what is changed."""
     folder.mkdir()
     for name in ("tokenizer.json", "tokenizer_config.json", "generation_config.json"):
         shutil.copyfile(DEMO / name, folder / name)
     sizes = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "head_dim": 16}
-    config = json.loads((DEMO / "config.json").read_text()) | sizes
+    config = json.loads((DEMO / "config.json").read_text()) | sizes | change
     (folder / "config.json").write_text(json.dumps(config))
     torch.manual_seed(0)
     shapes = Survey(ModelConfig.from_pretrained(folder, dtype="float32")).model.checkpoint_shapes()
@@ -162,6 +166,26 @@ def test_what_is_written_is_served(small: Path, tmp_path: Path, method: str) -> 
     before, after = losses((tmp_path / "out" / "README.md").read_text())
     plain, served = loss_of(str(small), 8, 64), loss_of(str(tmp_path / "out"), 8, 64)
     assert served - plain == pytest.approx(after - before, abs=0.1)
+
+
+@pytest.mark.slow
+def test_queries_of_their_own_and_experts_are_scaled(tmp_path: Path) -> None:
+    """Norms give what they gave, times what the columns after them are divided by."""
+    experts = {"num_experts": 4, "num_experts_per_tok": 2, "num_attention_heads": 4, "num_key_value_heads": 2}
+    small = made(tmp_path / "small", architectures=["OlmoeForCausalLM"], model_type="olmoe", **experts)
+    assert main(["quantize", str(small), str(tmp_path / "out"), "--method", "awq", *FEW]) == 0
+    before, after = (load_file(folder / "model.safetensors") for folder in (small, tmp_path / "out"))
+    layer = "model.layers.0."
+    for norm, matrix in (
+        ("input", "self_attn.q_proj"),
+        ("input", "self_attn.k_proj"),
+        ("post_attention", "mlp.experts.3.up_proj"),
+    ):
+        scales, new_scales = (x[f"{layer}{norm}_layernorm.weight"].float() for x in (before, after))
+        assert not torch.equal(scales, new_scales)
+        expected = before[f"{layer}{matrix}.weight"].float() * scales
+        error = (dequantized(after, f"{layer}{matrix}", "awq", 4) * new_scales - expected).norm()
+        assert error < 0.15 * expected.norm()
 
 
 def loss_of(model: str, num_samples: int = 24, length: int = 256) -> float:
@@ -295,6 +319,8 @@ def test_what_is_quantized_already_is_refused(small: Path, tmp_path: Path, capsy
 def test_experts_in_one_tensor_are_refused(small: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     stated = json.loads((small / "config.json").read_text())
     model = shutil.copytree(small, tmp_path / "experts")
+    stacked = {"model.layers.0.mlp.experts.gate_up_proj": torch.zeros(2, 8, stated["hidden_size"])}
+    save_file(stacked, model / "model.safetensors")
     seeing = {"architectures": ["Qwen3VLMoeForConditionalGeneration"], "model_type": "qwen3_vl_moe_text"}
     for config in ({"architectures": ["GptOssForCausalLM"], "model_type": "gpt_oss"}, seeing):
         (model / "config.json").write_text(json.dumps(stated | config))
