@@ -107,14 +107,13 @@ def _build(x: Value, scores: Value, shared: Sequence[Value], top_k: int, renorma
     builder, own = x.builder, ProgramBuilder(x.builder.dtype, x.builder.target)
     rows: Any = recorded(own.input(x.width))
     program = own.finish([cast(Any, run(rows)) for run in experts.runs.values()], apart=True)
+    told: dict[str, Any] = {"count": experts.count, "top_k": top_k}
+    routes = builder.append("route", [scores], 2 * top_k, type=Type.F32, **told, renormalize=renormalize)
     # From row to row no whole pages: those that a kernel writes at once would meet in the same few lines of L1.
-    stride = x.width + 32 * (x.width * x.dtype.itemsize % 4096 == 0)
-    choice: dict[str, Any] = {"count": experts.count, "top_k": top_k}
-    told = choice | {"width": x.width, "stride": stride}
-    routes = builder.append("route", [scores], 2 * top_k, type=Type.F32, **choice, renormalize=renormalize)
+    told |= {"width": x.width, "stride": x.width + 32 * (x.width * x.dtype.itemsize % 4096 == 0)}
     here: dict[str, Any] = {"first": min(experts.runs), "num_here": len(experts.runs)}
     here |= {"program": builder.part(program), "ends": builder.address(torch.tensor(program.plan.ends))}
-    answers = builder.append("experts", [x, routes], top_k * stride, **told, **here)
+    answers = builder.append("experts", [x, routes], top_k * told["stride"], **told, **here)
     if (owners := experts.owners) is not None:
         answers = gather_experts(answers, routes, owners.group, owners.starts, **told)
     return builder.append("mix", [answers, routes, *shared], x.width, **told)

@@ -226,7 +226,13 @@ def test_norms_and_rotation(
 @pytest.mark.parametrize("window", [None, 1500])
 @pytest.mark.parametrize(("heads", "length", "num_threads"), [((4, 1), 2600, 4), ((8, 8), 4200, 2)])
 def test_long_contexts_are_split_among_threads_without_a_trace(
-    level: str, dtype: torch.dtype, int8: bool, heads: tuple[int, int], length: int, num_threads: int, window: int | None
+    level: str,
+    dtype: torch.dtype,
+    int8: bool,
+    heads: tuple[int, int],
+    length: int,
+    num_threads: int,
+    window: int | None,
 ) -> None:
     """Spans of 1,024 keys, by one thread one after the other or by several at once.
 
