@@ -1,7 +1,7 @@
 // Paged causal attention, for any level: an online softmax (arXiv:1805.02867) over chunks of 64 keys at absolute
 // positions, in ascending order, in fp32. What a row does not see changes none of its bits, so neither the rows computed
 // beside it, nor the block size, nor how the sequence was cut into steps can matter. Spans of 1024 keys, at absolute positions
-// too, are summed apart and merged in order, whether one thread does them all or, with few heads and long contexts, many
+// too, are summed apart and merged in order, whether one thread does them all or, of a few long sequences, many
 // threads one each (split-KV): how many there are does not matter either. Nothing before the first key that a task's
 // rows see is read: its blocks may belong to another.
 #pragma once
@@ -190,8 +190,6 @@ template <class Kernel>
 void run_attention(const AttentionArgs& a, Context& context, int64_t rows_per_task, const Kernel& kernel, int64_t rows_in_turn = 0) {
     const AttentionTasks tasks(a, rows_per_task, rows_in_turn, context.pool.size());
     const int64_t dim = a.cache_shape.padded_dim();
-    int64_t most_spans = 1;
-    for (int64_t s = 0; s < a.step->num_seqs; s++) most_spans = std::max(most_spans, divide_up(a.step->seq_lens[s], kSpan));
     const int64_t rows = round_up(tasks.most_rows(), 16), state = round_up(Partial::floats(rows, dim), 16);
     auto seen = [&](RowRange range) {  // keys that any row of it sees
         const Sight sight(a, range);
@@ -223,7 +221,7 @@ void run_attention(const AttentionArgs& a, Context& context, int64_t rows_per_ta
         return;
     }
     // In waves of tasks, so that what the partials take is bounded however many threads and tokens there are.
-    const int64_t wave = std::max<int64_t>(1, kMostPartials / (most_spans * state));
+    const int64_t most_spans = tasks.most_spans(), wave = std::max<int64_t>(1, kMostPartials / (most_spans * state));
     float* memory = context.shared.get<float>(std::min(wave, tasks.count()) * most_spans * state);
     for (int64_t first = 0; first < tasks.count(); first += wave) {
         const int64_t count = std::min(wave, tasks.count() - first);

@@ -480,7 +480,8 @@ QUIRE_INLINE void for_columns(int64_t num_pairs, const Fetch& fetch, const Colum
 template <class Cached>
 constexpr bool is_early(int num_rows) { return sizeof(Cached) == 1 && num_rows > 4; }
 
-// Scores of a block's 32 keys: as dot_pairs has them. Of those that are not there, anything: nobody looks at them.
+// Scores of a block's 32 keys: as dot_scores has them. Of those that are not there, anything: nobody looks at them. One copy, as is that
+// of sums: inlined beside other calls, some numbers of rows lose their registers (int8's four rows a seventh of their speed).
 template <int kRows, int kBlocks, class Cached, class Word>
 QUIRE_ONE_COPY void direct_scores(const DirectChunk<Cached>& c, CacheAhead<Cached>* ahead, int64_t block, const Word* queries, float* scores) {
     using Columns = ColumnsOf<Cached, Word>;

@@ -32,7 +32,8 @@ constexpr int64_t kLeastShared = 2 * kChunk;  // keys that sequences begin with,
 
 // The query rows of one task: rows [begin, end) of a sequence, or of several that are taken together, and a KV head,
 // row = token * group + query head of it. Several are of a token each, and have the keys before `shared` in common; kNever
-// where there is but one. Of few rows some KV heads follow each other, chunk by chunk: memory is read in longer pieces.
+// where there is but one. Of few rows some KV heads follow each other, of a chunk first all their keys and then their values: memory is
+// read in longer pieces.
 struct RowRange {
     const int32_t* sequences;
     int64_t kv_head, begin, end, shared, num_heads = 1;
@@ -49,6 +50,7 @@ public:
         : step_(*a.step), group_(a.num_heads / a.cache_shape.num_kv_heads), num_kv_(a.cache_shape.num_kv_heads),
           rows_per_task_(rows_per_task), order_(step_.num_seqs), sets_(1) {
         std::iota(order_.begin(), order_.end(), 0);
+        for (int64_t s = 0; s < step_.num_seqs; s++) num_keys_ += step_.seq_lens[s], longest_ = std::max<int64_t>(longest_, step_.seq_lens[s]);
         const bool may_share = a.window == 0 && !step_.tail_starts && step_.num_seqs > 1;
         if (may_share) std::stable_sort(order_.begin(), order_.end(), [&](int32_t s, int32_t other) { return comes_before(s, other); });
         // So many that every thread still has a few tasks.
@@ -62,16 +64,19 @@ public:
                 take_together(at, most, count, shared);
             Set& set = sets_.back();
             set.shared = shared, set.num_rows = (count > 1 ? count : num_tokens(s)) * group_;
-            longest_ = std::max<int64_t>(longest_, step_.seq_lens[s]);
             sets_.push_back({0, at + count, 0, 0});
         }
         // Of a few sequences spans of keys are tasks, too, so that more heads can follow each other.
-        take_in_turn(rows_in_turn, num_threads, kSpan);
-        cut_by_keys_ = num_threads > 1 && longest_ > kSpan && count() < 4 * num_threads;
+        const int64_t few = 4 * num_threads;
+        if (num_threads > 1 && longest_ > kSpan && int64_t(sets_.size()) <= few) {
+            take_in_turn(rows_in_turn, num_threads, kSpan);
+            cut_by_keys_ = count() < few;
+        }
         if (!cut_by_keys_) take_in_turn(rows_in_turn, num_threads, longest_);
     }
     // Whether a task is to be computed span by span, by any thread.
     bool cut_by_keys() const { return cut_by_keys_; }
+    int64_t most_spans() const { return divide_up(longest_, kSpan); }
     int64_t count() const { return sets_.back().first_task; }
     int64_t most_rows() const { return most_rows_; }  // of a task, all heads'
     // A head's tasks follow each other, so that its keys and values stay in L2; the last rows see most and come first.
@@ -90,8 +95,7 @@ private:
 
     // Sets' heads, where so many keys at most are one thread's at a time. The last thread works for a quarter of the time alone at worst.
     void take_in_turn(int64_t rows_in_turn, int64_t num_threads, int64_t most_keys) {
-        const int64_t num_keys = std::accumulate(step_.seq_lens, step_.seq_lens + step_.num_seqs, int64_t(0));
-        const int64_t share = num_threads > 1 ? num_keys * num_kv_ / (4 * (num_threads - 1)) : kNever;
+        const int64_t share = num_threads > 1 ? num_keys_ * num_kv_ / (4 * (num_threads - 1)) : kNever;
         most_rows_ = 1;
         for (size_t i = 0; i + 1 < sets_.size(); i++) {
             Set& set = sets_[i];
@@ -126,7 +130,7 @@ private:
     }
 
     const StepArgs& step_;
-    int64_t group_, num_kv_, rows_per_task_, most_rows_, longest_ = 0;
+    int64_t group_, num_kv_, rows_per_task_, most_rows_ = 1, num_keys_ = 0, longest_ = 0;
     bool cut_by_keys_ = false;
     std::vector<int32_t> order_;  // of sequences
     std::vector<Set> sets_;       // and the end
