@@ -31,7 +31,7 @@ struct DotScratch {
     static constexpr int64_t kWords = QUIRE_NS::kWords<Word>;
     static constexpr int64_t kScores = (kFloats ? kFloatRows : 2 * kDotRows) * kChunk;
 
-    Word *keys, *values;               // [D / 2][64] and [32][D]; floats by 32 columns, [2][D][32] and [D / 32][64][32]
+    Word* pairs;                       // of keys, and then of values: [D / 2][64], [32][D]; floats by 32 columns, [2][D][32], [D / 32][64][32]
     float *key_scales, *value_scales;  // [64], of an i8 cache
     float* scores;                     // [row][64]
     Word* weights;                     // [row][32 * kWords]
@@ -42,9 +42,8 @@ struct DotScratch {
 
     DotScratch(Scratch& scratch, int64_t dim, int64_t num_rows) {
         const int64_t chunk = kWords * kChunk / 2 * dim;
-        keys = scratch.get<Word>(2 * chunk + 2 * kChunk + kScores + num_rows * (kWords * (kChunk / 2 + dim / 2) + 32 + 3));
-        values = keys + chunk;
-        key_scales = reinterpret_cast<float*>(values + chunk);
+        pairs = scratch.get<Word>(chunk + 2 * kChunk + kScores + num_rows * (kWords * (kChunk / 2 + dim / 2) + 32 + 3));
+        key_scales = reinterpret_cast<float*>(pairs + chunk);
         value_scales = key_scales + kChunk;
         scores = value_scales + kChunk;
         weights = reinterpret_cast<Word*>(scores + kScores);
@@ -145,44 +144,54 @@ inline void spread_value(const Cached* from, int64_t dim, int64_t at, float* val
         _mm512_storeu_si512(values + d / 32 * 32 * kChunk + at * 32 + d % 32, _mm512_slli_epi32(load_halves(from + d, 0xffff), 16));
 }
 
-// Keys and values [low, high) of a chunk, zeros elsewhere.
+// A chunk's keys [low, high).
+struct ChunkRange {
+    int64_t chunk, low, high;
+
+    bool is_whole() const { return low <= chunk && high >= chunk + kChunk; }
+};
+
+// The keys of a chunk, zeros elsewhere; and the scales of an i8 cache's keys and values, which weights are made with.
 template <class Cached, bool kFloats>
-void gather_pairs(const Sight& sight, int64_t chunk, int64_t low, int64_t high, CacheAhead<Cached>* ahead, const DotScratch<kFloats>& s) {
+void gather_keys(const Sight& sight, ChunkRange range, const DotScratch<kFloats>& s) {
     const CacheShape& shape = sight.a.cache_shape;
     const int64_t dim = shape.padded_dim(), size = shape.block_size;
-    if (low > chunk || high < chunk + kChunk) {
-        std::memset(s.keys, 0, kChunk * dim * 2 * s.kWords);
-        std::memset(s.values, 0, kChunk * dim * 2 * s.kWords);
+    if (!range.is_whole()) {
+        std::memset(s.pairs, 0, kChunk * dim * 2 * s.kWords);
         std::memset(s.key_scales, 0, kChunk * 4);
         std::memset(s.value_scales, 0, kChunk * 4);
     }
-    sight.for_blocks(low, high, [&](int64_t position, int64_t offset, int64_t count) {
+    sight.for_blocks(range.low, range.high, [&](int64_t position, int64_t offset, int64_t count) {
         const Cached* k = reinterpret_cast<const Cached*>(sight.head(position, false));
-        const Cached* v = reinterpret_cast<const Cached*>(sight.head(position, true));
-        const int64_t at = position - chunk;
-        if constexpr (kFloats) {
-            spread_keys(k + offset, size, dim, at, count, s.keys);
-            for (int64_t i = 0; i < count; i++) {
-                if (ahead) ahead->fetch(2 * dim * int64_t(sizeof(Cached)));
-                spread_value(v + (offset + i) * dim, dim, at + i, s.values);
-            }
-        } else {
+        const int64_t at = position - range.chunk;
+        if constexpr (kFloats)
+            spread_keys(k + offset, size, dim, at, count, s.pairs);
+        else
             for (int64_t d = 0; d < dim; d += 2)
-                zip(k + d * size + offset, k + (d + 1) * size + offset, count, s.keys + d / 2 * kChunk + at);
-            for (int64_t i = 0; i < count; i++) {
-                const Cached* from = v + (offset + i) * dim;
-                uint32_t* to = s.values + (at + i) / 2 * dim;
-                const bool two = (at + i) % 2 == 0 && i + 1 < count;
-                if (ahead) ahead->fetch((two ? 4 : 2) * dim * int64_t(sizeof(Cached)));
-                if (two)
-                    i++, zip(from, from + dim, dim, to);
-                else
-                    put_half(from, dim, (at + i) % 2, to);
-            }
-        }
-        if (sizeof(Cached) == 1) {
-            std::memcpy(s.key_scales + at, reinterpret_cast<const float*>(k + size * dim) + offset, count * 4);
-            std::memcpy(s.value_scales + at, reinterpret_cast<const float*>(v + size * dim) + offset, count * 4);
+                zip(k + d * size + offset, k + (d + 1) * size + offset, count, s.pairs + d / 2 * kChunk + at);
+        if (sizeof(Cached) > 1) return;
+        const Cached* v = reinterpret_cast<const Cached*>(sight.head(position, true));
+        std::memcpy(s.key_scales + at, reinterpret_cast<const float*>(k + size * dim) + offset, count * 4);
+        std::memcpy(s.value_scales + at, reinterpret_cast<const float*>(v + size * dim) + offset, count * 4);
+    });
+}
+// Its values, in place of the keys.
+template <class Cached, bool kFloats>
+void gather_values(const Sight& sight, ChunkRange range, CacheAhead<Cached>* ahead, const DotScratch<kFloats>& s) {
+    const int64_t dim = sight.a.cache_shape.padded_dim();
+    if (!range.is_whole()) std::memset(s.pairs, 0, kChunk * dim * 2 * s.kWords);
+    sight.for_blocks(range.low, range.high, [&](int64_t position, int64_t offset, int64_t count) {
+        const Cached* v = reinterpret_cast<const Cached*>(sight.head(position, true)) + offset * dim;
+        for (int64_t at = position - range.chunk, end = at + count; at < end;) {
+            const bool two = !kFloats && at % 2 == 0 && at + 1 < end;
+            if (ahead) ahead->fetch((two ? 4 : 2) * dim * int64_t(sizeof(Cached)));
+            if constexpr (kFloats)
+                spread_value(v, dim, at, s.pairs);
+            else if (two)
+                zip(v, v + dim, dim, s.pairs + at / 2 * dim);
+            else
+                put_half(v, dim, at % 2, s.pairs + at / 2 * dim);
+            at += two ? 2 : 1, v += two ? 2 * dim : dim;
         }
     });
 }
@@ -218,28 +227,36 @@ inline void dot_scores(const uint32_t* x, const uint32_t* y, int64_t num_pairs, 
     __m512 acc[kRows][kVectors];
     times<kRows>([&](auto r) QUIRE_ALWAYS { times<kVectors>([&](auto j) QUIRE_ALWAYS { acc[r][j] = _mm512_setzero_ps(); }); });
     const int64_t part = num_pairs / kScoreParts;
-    for (int i = 0; i < kScoreParts; i++) {
+    times<kScoreParts>([&](auto i) QUIRE_ALWAYS {
         add_pairs<kRows, kVectors>(x, num_pairs, y, kChunk, i * part, (i + 1) * part, acc);
         between(i);
-    }
+    });
     times<kRows>([&](auto r) QUIRE_ALWAYS { times<kVectors>([&](auto j) QUIRE_ALWAYS { _mm512_storeu_ps(out + r * kChunk + j * 16, acc[r][j]); }); });
 }
 
-// out[row][16 * kVectors] = out * keep + the products of pairs.
+// out[row][16 * kVectors] = out * keep + the products of pairs; `shrink`: whether any of them is not 1.
 template <int kRows, int kVectors>
-inline void dot_values(const uint32_t* x, const uint32_t* y, int64_t y_stride, int64_t num_pairs, const float* keep, float* out, int64_t out_stride) {
+QUIRE_INLINE void dot_columns(const uint32_t* x, const uint32_t* y, int64_t dim, int64_t num_pairs, bool shrink, const float* keep, float* out) {
     __m512 acc[kRows][kVectors];
     times<kRows>([&](auto r) QUIRE_ALWAYS {
-        times<kVectors>([&](auto j) QUIRE_ALWAYS { acc[r][j] = _mm512_loadu_ps(out + r * out_stride + j * 16); });
+        times<kVectors>([&](auto j) QUIRE_ALWAYS { acc[r][j] = _mm512_loadu_ps(out + r * dim + j * 16); });
     });
-    bool shrink = false;
-    for (int r = 0; r < kRows; r++) shrink |= keep[r] != 1;
     if (shrink)
         times<kRows>([&](auto r) QUIRE_ALWAYS {
             times<kVectors>([&](auto j) QUIRE_ALWAYS { acc[r][j] = _mm512_mul_ps(acc[r][j], _mm512_set1_ps(keep[r])); });
         });
-    add_pairs<kRows, kVectors>(x, kChunk / 2, y, y_stride, 0, num_pairs, acc);
-    times<kRows>([&](auto r) QUIRE_ALWAYS { times<kVectors>([&](auto j) QUIRE_ALWAYS { _mm512_storeu_ps(out + r * out_stride + j * 16, acc[r][j]); }); });
+    add_pairs<kRows, kVectors>(x, kChunk / 2, y, dim, 0, num_pairs, acc);
+    asm("" : "+r"(out), "+r"(dim));  // or the compiler keeps all addresses
+    times<kRows>([&](auto r) QUIRE_ALWAYS { times<kVectors>([&](auto j) QUIRE_ALWAYS { _mm512_storeu_ps(out + r * dim + j * 16, acc[r][j]); }); });
+}
+// All columns of some rows: what comes before a product must be little beside it.
+template <int kRows>
+inline void dot_values(const uint32_t* x, const uint32_t* y, int64_t dim, int64_t num_pairs, const float* keep, float* out) {
+    bool shrink = false;
+    for (int r = 0; r < kRows; r++) shrink |= keep[r] != 1;
+    int64_t d = 0;
+    for (; d + 64 <= dim; d += 64) dot_columns<kRows, 4>(x, y + d, dim, num_pairs, shrink, keep, out + d);
+    if (d < dim) dot_columns<kRows, 2>(x, y + d, dim, num_pairs, shrink, keep, out + d);
 }
 
 // As dot_scores and dot_values, of floats, for 16 * kVectors of 32 columns: out = out * keep, or zeros, + the products of pairs [begin, end).
@@ -334,16 +351,35 @@ QUIRE_INLINE void weigh_row(const DotScratch<kFloats>& s, int64_t row, const flo
     _mm512_storeu_ps(s.sums + row * 16, sum);
 }
 
+// Both of a few rows, a step after each part of others' products.
+template <bool kScaled, bool kCapped, bool kFloats>
+struct RowsSoftmax {
+    DotScratch<kFloats> s;
+    float *scores, *highest;
+    int64_t count;
+    ScoreFactors factors;
+
+    QUIRE_INLINE void raise(int64_t r) const { raise_highest<kScaled, kCapped>(s, scores + r * kChunk, s.seen[r], factors, highest[r]); }
+    QUIRE_INLINE void weigh(int64_t r) const { weigh_row<kScaled>(s, r, scores + r * kChunk, factors.outer, highest[r]); }
+    QUIRE_INLINE void operator()(int64_t part) const {
+        if (count == 0) return;
+        part < kDotRows ? raise(part) : weigh(part - kDotRows);
+    }
+};
+
 // Last what rows' sums shrink by, in place of their maxima before, and their totals.
 template <class Scratches>
 inline void add_totals(const Scratches& s, int64_t num_rows, const float* highest, float* totals) {
+    float* const decays = s.decays;
+    const float* const sums = s.sums;
     for (int64_t r = 0; r < num_rows; r += 16) {
         const __mmask16 there = first_lanes(num_rows - r);
-        auto load = [&](const float* from) { return _mm512_maskz_loadu_ps(there, from + r); };
-        _mm512_mask_storeu_ps(s.decays + r, there, exp2_of(_mm512_sub_ps(load(s.decays), load(highest))));
+        const __m512 raised = _mm512_sub_ps(_mm512_maskz_loadu_ps(there, decays + r), _mm512_maskz_loadu_ps(there, highest + r));
+        const bool same = _mm512_cmp_ps_mask(raised, _mm512_setzero_ps(), _CMP_NEQ_UQ) == 0;  // so mostly, after the first keys
+        _mm512_mask_storeu_ps(decays + r, there, same ? _mm512_set1_ps(1.0f) : exp2_of(raised));
     }
     for (int64_t r = 0; r < num_rows; r++)
-        _mm512_storeu_ps(totals + r * 16, _mm512_fmadd_ps(_mm512_loadu_ps(totals + r * 16), _mm512_set1_ps(s.decays[r]), _mm512_loadu_ps(s.sums + r * 16)));
+        _mm512_storeu_ps(totals + r * 16, _mm512_fmadd_ps(_mm512_loadu_ps(totals + r * 16), _mm512_set1_ps(decays[r]), _mm512_loadu_ps(sums + r * 16)));
 }
 
 // The first `count` keys of a chunk of two blocks of 32, where they lie.
@@ -565,9 +601,8 @@ struct DotKernel {
     bool look(const Sight& sight, const Memory& s, int64_t row, int64_t num_rows, int64_t chunk) const {
         const int64_t begin = sight.range.begin + row;
         const bool all = !sight.is_several() && sight.position(begin) >= chunk + kChunk - 1 && sight.lowest_key(begin + num_rows - 1) <= chunk;
-        for (int64_t r = 0; r < num_rows; r++) {
-            s.seen[r] = ~uint64_t(0);
-            if (all) continue;
+        std::fill_n(s.seen, num_rows, ~uint64_t(0));
+        for (int64_t r = 0; !all && r < num_rows; r++) {
             const int64_t first = sight.lowest_key(begin + r) - chunk, last = sight.position(begin + r) - chunk;
             s.seen[r] = first >= kChunk || last < 0 ? 0 : s.seen[r] >> (last < kChunk ? kChunk - 1 - last : 0);
             if (first > 0 && s.seen[r]) s.seen[r] = s.seen[r] >> first << first;
@@ -611,24 +646,25 @@ struct DotKernel {
         for (; d < c.dim; d += 32) direct_sums<kRows, 1>(c, ahead, d, s.weights, s.decays, weighted);
     }
 
-    // Rows [first_row, end_row) meet a gathered chunk: first its keys, then its values, so that L1 need hold but one of them. The
+    // Rows [first_row, end_row) meet a chunk that is gathered: first its keys, then its values, so that L1 need hold but one of them. The
     // softmax of a few rows goes between products of the next ones, by execution units that products leave idle: maxima too, as
     // right after their own products they would wait for the last of them, and the next products with them.
-    QUIRE_ONE_COPY void attend(const Sight& sight, const Memory& s, int64_t first_row, int64_t end_row, int64_t chunk, CacheAhead<Cached>* ahead,
+    QUIRE_ONE_COPY void attend(const Sight& sight, const Memory& s, int64_t first_row, int64_t end_row, ChunkRange keys, CacheAhead<Cached>& ahead,
                                ScoreFactors factors, Partial partial) const {
+        gather_keys<Cached>(sight, keys, s);
         const int64_t dim = a.cache_shape.padded_dim(), num_rows = end_row - first_row;
         const auto* queries = s.queries + s.kWords * first_row * dim / 2;
         float *weighted = partial.weighted + first_row * dim, *highest = partial.highest + first_row;
-        const bool masked = look(sight, s, first_row, num_rows, chunk);
+        const bool masked = look(sight, s, first_row, num_rows, keys.chunk);
         std::memcpy(s.decays, highest, num_rows * sizeof(float));
-        int64_t fetched = 0;
+        const bool is_many = num_rows >= kManyRows;
+        int64_t owed = 0;
         const int64_t at_once = kFloats ? divide_up(num_rows, divide_up(num_rows, kFloatRows)) : kDotRows;
-        auto for_rows = [&](int64_t part, auto body) {  // a few at a time, and which keys they see; in either part, half of what is fetched
+        auto for_rows = [&](auto body) {  // a few at a time, and which keys they see; in either part, half of what is fetched
             for (int64_t row = 0; row < num_rows; row += at_once) {
-                const int64_t due = 32 * part + 32 * std::min(row + at_once, num_rows) / num_rows;
-                if (ahead) ahead->fetch((due - fetched) * 2 * dim * int64_t(sizeof(Cached)));
-                fetched = due;
                 const int64_t count = std::min(at_once, num_rows - row);
+                if (is_many)
+                    for (owed += 32 * count; owed >= num_rows; owed -= num_rows) ahead.fetch(2 * dim * int64_t(sizeof(Cached)));
                 uint64_t seen = masked ? 0 : ~uint64_t(0);
                 for (int64_t r = 0; masked && r < count; r++) seen |= s.seen[row + r];
                 if (seen) body(row, count, __builtin_ctzll(seen), 64 - __builtin_clzll(seen));
@@ -636,57 +672,49 @@ struct DotKernel {
         };
         if (masked) std::memset(s.sums, 0, num_rows * 64);
         if constexpr (kFloats) {
-            for_rows(0, [&](int64_t row, int64_t count, int64_t first, int64_t end) {
+            for_rows([&](int64_t row, int64_t count, int64_t first, int64_t end) {
                 with_rows<kFloatRows>(count, [&](auto rows) {
                     for (int64_t at = first / 16, stop = divide_up(end, 16), n; at < stop; at += n) {
                         n = std::min(2 - at % 2, stop - at);
-                        const float* keys = s.keys + at / 2 * 32 * dim + at % 2 * 16;
+                        const float* columns = s.pairs + at / 2 * 32 * dim + at % 2 * 16;
                         const auto multiply = n == 2 ? multiply_floats<rows, 2> : multiply_floats<rows, 1>;
-                        multiply(queries + row * dim, dim, keys, 0, dim / 2, nullptr, s.scores + at * 16, kChunk);
+                        multiply(queries + row * dim, dim, columns, 0, dim / 2, nullptr, s.scores + at * 16, kChunk);
                     }
                 });
                 for (int64_t r = row; r < row + count; r++) raise_highest<kScaled, kCapped>(s, s.scores + (r - row) * kChunk, s.seen[r], factors, highest[r]);
                 for (int64_t r = row; r < row + count; r++) weigh_row<kScaled>(s, r, s.scores + (r - row) * kChunk, factors.outer, highest[r]);
             });
             add_totals(s, num_rows, highest, s.totals + first_row * 16);
-            for_rows(1, [&](int64_t row, int64_t count, int64_t first, int64_t end) {
+            gather_values(sight, keys, is_many ? nullptr : &ahead, s);
+            for_rows([&](int64_t row, int64_t count, int64_t first, int64_t end) {
                 const float *weights = s.weights + row * kChunk, *keep = s.decays + row;
                 float* out = weighted + row * dim;
                 with_rows<kFloatRows>(count, [&](auto rows) {
                     for (int64_t d = 0; d < dim; d += 32)
-                        multiply_floats<rows, 2>(weights, kChunk, s.values + d * kChunk, first / 2, divide_up(end, 2), keep, out + d, dim);
+                        multiply_floats<rows, 2>(weights, kChunk, s.pairs + d * kChunk, first / 2, divide_up(end, 2), keep, out + d, dim);
                 });
             });
         } else {
-            int64_t before = -1, before_count = 0;  // rows whose scores are there, and the softmax is not
+            RowsSoftmax<kScaled, kCapped, kFloats> before{s, nullptr, nullptr, 0, factors};
             auto scores_of = [&](int64_t row) { return s.scores + row % (2 * kDotRows) * kChunk; };
-            auto weigh = [&](int64_t r) QUIRE_ALWAYS { weigh_row<kScaled>(s, before + r, scores_of(before + r), factors.outer, highest[before + r]); };
-            auto raise = [&](int64_t r) QUIRE_ALWAYS { raise_highest<kScaled, kCapped>(s, scores_of(before + r), s.seen[before + r], factors, highest[before + r]); };
-            auto between = [&](int64_t part) QUIRE_ALWAYS {
-                if (before < 0) return;
-                part < kDotRows ? raise(part) : weigh(part - kDotRows);
-            };
-            for_rows(0, [&](int64_t row, int64_t count, int64_t first, int64_t end) {
+            for_rows([&](int64_t row, int64_t count, int64_t first, int64_t end) {
                 const int64_t vector = first / 16;
-                auto multiply = [&](auto rows, auto vectors) { dot_scores<rows, vectors>(queries + row * dim / 2, s.keys + vector * 16, dim / 2, scores_of(row) + vector * 16, between); };
+                auto multiply = [&](auto rows, auto vectors) { dot_scores<rows, vectors>(queries + row * dim / 2, s.pairs + vector * 16, dim / 2, scores_of(row) + vector * 16, before); };
                 if (count < kDotRows)
-                    with_rows<kDotRows>(count, [&](auto rows) { dot_scores<rows, 4>(queries + row * dim / 2, s.keys, dim / 2, scores_of(row), between); });
+                    with_rows<kDotRows>(count, [&](auto rows) { dot_scores<rows, 4>(queries + row * dim / 2, s.pairs, dim / 2, scores_of(row), before); });
                 else
                     with_rows<4>(divide_up(end, 16) - vector, [&](auto vectors) { multiply(std::integral_constant<int, kDotRows>(), vectors); });
-                before = row, before_count = count;
+                before = {s.from(row, dim), scores_of(row), highest + row, count, factors};
             });
-            for (int64_t r = 0; r < before_count; r++) raise(r);
-            for (int64_t r = 0; r < before_count; r++) weigh(r);
+            for (int64_t r = 0; r < before.count; r++) before.raise(r);
+            for (int64_t r = 0; r < before.count; r++) before.weigh(r);
             add_totals(s, num_rows, highest, s.totals + first_row * 16);
-            for_rows(1, [&](int64_t row, int64_t count, int64_t first, int64_t end) {
+            gather_values(sight, keys, is_many ? nullptr : &ahead, s);
+            for_rows([&](int64_t row, int64_t count, int64_t first, int64_t end) {
                 const int64_t pair = first / 2, pairs = divide_up(end, 2) - pair;
-                const uint32_t *weights = s.weights + row * kChunk / 2 + pair, *values = s.values + pair * dim;
+                const uint32_t *weights = s.weights + row * kChunk / 2 + pair, *values = s.pairs + pair * dim;
                 float* out = weighted + row * dim;
-                with_rows<kDotRows>(count, [&](auto rows) {
-                    int64_t d = 0;
-                    for (; d + 64 <= dim; d += 64) dot_values<rows, 4>(weights, values + d, dim, pairs, s.decays + row, out + d, dim);
-                    if (d < dim) dot_values<rows, 2>(weights, values + d, dim, pairs, s.decays + row, out + d, dim);
-                });
+                with_rows<kDotRows>(count, [&](auto rows) { dot_values<rows>(weights, values, dim, pairs, s.decays + row, out); });
             });
         }
     }
@@ -721,12 +749,10 @@ struct DotKernel {
         CacheAhead<Cached> ahead(sight, low, high, after, rows_of_head >= kManyRows);  // whose chunks are gathered without fetching
         const bool in_place = lies_well(a);
         auto attend_chunk = [&](int64_t chunk, int64_t end, int64_t first_row, int64_t end_row, const Memory& s, Partial partial) {
-            const bool is_many = end_row - first_row >= kManyRows;
-            gather_pairs<Cached>(sight, chunk, low > chunk ? low : chunk, end, is_many ? nullptr : &ahead, s);
             auto sees = [&](int64_t row) { return sight.lowest_key(range.begin + row) < chunk + kChunk && sight.position(range.begin + row) >= chunk; };
             while (first_row < end_row && !sees(first_row)) first_row++;
             while (first_row < end_row && !sees(end_row - 1)) end_row--;
-            if (first_row < end_row) attend(sight, s, first_row, end_row, chunk, is_many ? &ahead : nullptr, factors, partial);
+            if (first_row < end_row) attend(sight, s, first_row, end_row, {chunk, std::max(low, chunk), end}, ahead, factors, partial);
         };
         auto for_heads = [&](const auto& body) {
             for (int64_t head = 0; head < range.num_heads; head++) {
