@@ -351,7 +351,7 @@ QUIRE_INLINE void weigh_row(const DotScratch<kFloats>& s, int64_t row, const flo
     _mm512_storeu_ps(s.sums + row * 16, sum);
 }
 
-// Both of a few rows, a step after each part of others' products.
+// Both of a few rows: at once, or a step after each part of others' products.
 template <bool kScaled, bool kCapped, bool kFloats>
 struct RowsSoftmax {
     DotScratch<kFloats> s;
@@ -361,6 +361,10 @@ struct RowsSoftmax {
 
     QUIRE_INLINE void raise(int64_t r) const { raise_highest<kScaled, kCapped>(s, scores + r * kChunk, s.seen[r], factors, highest[r]); }
     QUIRE_INLINE void weigh(int64_t r) const { weigh_row<kScaled>(s, r, scores + r * kChunk, factors.outer, highest[r]); }
+    QUIRE_INLINE void all() const {
+        for (int64_t r = 0; r < count; r++) raise(r);
+        for (int64_t r = 0; r < count; r++) weigh(r);
+    }
     QUIRE_INLINE void operator()(int64_t part) const {
         if (count == 0) return;
         part < kDotRows ? raise(part) : weigh(part - kDotRows);
@@ -370,7 +374,7 @@ struct RowsSoftmax {
 // Last what rows' sums shrink by, in place of their maxima before, and their totals.
 template <class Scratches>
 inline void add_totals(const Scratches& s, int64_t num_rows, const float* highest, float* totals) {
-    float* const decays = s.decays;
+    float* const decays = s.decays;  // which a store might change, for all the compiler knows
     const float* const sums = s.sums;
     for (int64_t r = 0; r < num_rows; r += 16) {
         const __mmask16 there = first_lanes(num_rows - r);
@@ -681,8 +685,7 @@ struct DotKernel {
                         multiply(queries + row * dim, dim, columns, 0, dim / 2, nullptr, s.scores + at * 16, kChunk);
                     }
                 });
-                for (int64_t r = row; r < row + count; r++) raise_highest<kScaled, kCapped>(s, s.scores + (r - row) * kChunk, s.seen[r], factors, highest[r]);
-                for (int64_t r = row; r < row + count; r++) weigh_row<kScaled>(s, r, s.scores + (r - row) * kChunk, factors.outer, highest[r]);
+                RowsSoftmax<kScaled, kCapped, kFloats>{s.from(row, dim), s.scores, highest + row, count, factors}.all();
             });
             add_totals(s, num_rows, highest, s.totals + first_row * 16);
             gather_values(sight, keys, is_many ? nullptr : &ahead, s);
@@ -706,8 +709,7 @@ struct DotKernel {
                     with_rows<4>(divide_up(end, 16) - vector, [&](auto vectors) { multiply(std::integral_constant<int, kDotRows>(), vectors); });
                 before = {s.from(row, dim), scores_of(row), highest + row, count, factors};
             });
-            for (int64_t r = 0; r < before.count; r++) before.raise(r);
-            for (int64_t r = 0; r < before.count; r++) before.weigh(r);
+            before.all();
             add_totals(s, num_rows, highest, s.totals + first_row * 16);
             gather_values(sight, keys, is_many ? nullptr : &ahead, s);
             for_rows([&](int64_t row, int64_t count, int64_t first, int64_t end) {
