@@ -15,7 +15,7 @@ from pydantic import BaseModel
 
 MESSAGES: Any = [{"role": "user", "content": "Tell me a story."}]
 FIELDS: Any = {"model": "demo", "max_tokens": 12, "temperature": 0}
-LONG: Any = {"model": "demo", "max_tokens": 480, "n": 8, "temperature": 1, "extra_body": {"ignore_eos": True}}
+LONG: Any = {"model": "demo", "max_tokens": 480, "n": 128, "temperature": 1, "extra_body": {"ignore_eos": True}}
 client = openai.OpenAI(base_url=f"{harness.URL}/v1", api_key="none", max_retries=0)
 narrow = openai.OpenAI(base_url=f"{harness.NARROW_URL}/v1", api_key=harness.KEY, max_retries=10)
 

@@ -16,7 +16,7 @@ from serving import RunningServer
 
 PROMPT = "The old house stood"
 USER: list[ChatCompletionMessageParam] = [{"role": "user", "content": "Tell me a story."}]
-LONG = {"max_tokens": 480, "n": 8, "temperature": 1.0, "extra_body": {"ignore_eos": True}}  # some seconds' work
+LONG = {"max_tokens": 480, "n": 128, "temperature": 1.0, "extra_body": {"ignore_eos": True}}  # some seconds' work
 KEY = "sk-test"
 # One request runs, one waits, and further ones are refused.
 NARROW = ["--api-key", KEY, "--max-num-seqs", "1", "--max-num-queued-reqs", "1", "--enable-request-id-headers"]
