@@ -115,7 +115,7 @@ def run(namespace: Namespace) -> None:
     prompts = random_prompts(llm, size, length)
     for prompt in prompts:
         prompt["prompt_token_ids"][:shared] = prompts[0]["prompt_token_ids"][:shared]
-    _steps(llm, model, prompts, 0)  # once untimed
+    _steps(llm, model, prompts, steps)  # once untimed, which touches all of the cache that is met below
     tables: dict[str, _Table] = {}
     for phase, most in (("prompts", 0), ("decoding", steps)):
         seconds, num_steps, spent, made = _steps(llm, model, prompts, most)
@@ -183,9 +183,8 @@ def _steps(llm: "LLM", model: "CompiledModel", prompts: list[Any], most: int) ->
     """The prompts' steps (0), or so many that decode: seconds, steps, each instruction's time, tokens made by then."""
     engine = llm.llm_engine
     params = SamplingParams(temperature=0, max_tokens=None if most else 1, ignore_eos=True)
-    names = [f"step-{number}" for number in range(len(prompts))]
-    for name, prompt in zip(names, prompts, strict=True):
-        engine.add_request(name, prompt, params)
+    for number, prompt in enumerate(prompts):
+        engine.add_request(f"step-{number}", prompt, params)
     made: dict[str, int] = {}  # tokens of each sequence
 
     def step() -> None:
@@ -195,7 +194,7 @@ def _steps(llm: "LLM", model: "CompiledModel", prompts: list[Any], most: int) ->
             remedy = "lower --batch-size or --num-steps, or raise --max-model-len, --max-num-seqs or --num-kv-blocks"
             raise ConfigError(f"a sequence ended before {most} steps of all {len(prompts)} were timed: {remedy}.")
 
-    # One more than prompts take: the first that decodes meets cache blocks that nothing has touched.
+    # One more than prompts take: where prefixes are cached, the first that decodes meets blocks that nothing touched.
     while most and (len(made) < len(prompts) or min(made.values()) < 2):
         step()
     model.spent()  # what was until now
@@ -204,7 +203,9 @@ def _steps(llm: "LLM", model: "CompiledModel", prompts: list[Any], most: int) ->
         step()
         done += 1
     seconds = time.perf_counter() - start
-    engine.abort_request(names)
+    engine.abort_request([*made])
+    while engine.has_unfinished_requests():
+        engine.step()
     return seconds, done, model.spent(), mean + (done - 1) / 2
 
 
@@ -271,9 +272,8 @@ def _print_table(title: str, step: float, tokens: float, kernels: list[Kernel], 
     rest = step - sum(kernel.seconds for kernel in kernels)
     print(f"{'outside of kernels':30}{'':6}{rest * 1e3:10.3f}{rest / step:9.1%}   scheduling, inputs, sampling, text")
     floors = {what: sum(k.floor(limits) for k in kernels if k.bound(limits) == what) for what in _COLOURS}
-    floor, most = sum(floors.values()), max(floors, key=floors.__getitem__)
-    share = f"{floors[most] / floor:.0%} of that by {most}"
-    print(f"The floor is {floor * 1e3:.3f} ms, {share}: {floor / step:.0%} of the step.")
+    floor, (part, most) = sum(floors.values()), max((part, name) for name, part in floors.items())
+    print(f"The floor is {floor * 1e3:.3f} ms, {part / floor:.0%} of that by {most}: {floor / step:.0%} of the step.")
 
 
 def _render(model: str, tables: dict[str, _Table], limits: Limits) -> str:

@@ -8,6 +8,8 @@ import pytest
 
 from quire.entrypoints.cli.bench_step import Kernel, Limits
 from quire.entrypoints.cli.main import main
+from quire.kvcache.pool import BlockPool
+from quire.models.compiled import CompiledModel
 from quire.ops.native.library import default_target, levels
 from quire.ops.native.matrix import weight_format, weight_order
 from quire.ops.native.structs import Type
@@ -54,6 +56,31 @@ def test_a_run_on_the_demo(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -
     printed = capsys.readouterr().out
     assert printed.count("The floor is") == 2
     assert "outside of kernels" in printed
+
+
+@pytest.mark.slow
+@needs_kernels
+def test_steps_that_are_timed_meet_cache_that_was_used(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The first touch of memory is no part of a step: sequences of 40 tokens have a fourth block of 16 on the way."""
+    used: set[int] = set()
+    fresh = [0]  # blocks first used, by what model.spent() lies before: each phase calls it at the start and at the end
+    allocate, spent = BlockPool.allocate, CompiledModel.spent
+
+    def counted(pool: BlockPool, count: int) -> list[int]:
+        taken = allocate(pool, count)
+        fresh[-1] += len({*taken} - used)
+        used.update(taken)
+        return taken
+
+    def marked(model: CompiledModel) -> object:
+        fresh.append(0)
+        return spent(model)
+
+    monkeypatch.setattr(BlockPool, "allocate", counted)
+    monkeypatch.setattr(CompiledModel, "spent", marked)
+    assert main(["bench", "step", "demo", *SMALL, "--block-size", "16", "--num-steps", "16"]) == 0
+    _, untimed, _, prompts, _, decoding, _ = fresh
+    assert (untimed > 0, prompts, decoding) == (True, 0, 0)
 
 
 @pytest.mark.slow
