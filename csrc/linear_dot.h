@@ -18,10 +18,11 @@ constexpr int64_t kBytesAhead = 4096;  // of weights, to prefetch while they are
 constexpr int kFewRows = 6;            // rows whose sums with all of a block's features stay in registers
 constexpr int kPairRows = 12;          // rows whose sums with half of them do, where x is in floats
 constexpr int kOwnRows = 2 * kPairRows;  // rows of x that each thread copies for itself
-constexpr int kStreamedPairs = 18;     // rows that meet turned weights of bf16 as they come from memory, a few at a time
+constexpr int kStreamedPairs = 15;     // rows that meet turned weights of bf16 as they come from memory, a few at a time
 constexpr int kTurningRows = 3;        // rows that meet codes of four bits while those are looked up, and hide half of what that takes
 constexpr int64_t kMostRows = 96, kMostBlocks = 16;
 constexpr int64_t kPieceTiles = 4;     // of a block that groups of rows meet in turn
+constexpr int64_t kAlongRows = 7 * kFewRows;  // with more rows, fetching the next block takes a small part of the time
 
 // Codes of four bits, of which four rows share a word: for_features expands them.
 constexpr bool comes_turned(Type type) { return type == Type::c4_32; }
@@ -292,7 +293,8 @@ struct MemorySpan {
 
 // A turned block times kRows rows of x -> sums[row][16]: all features at once or, with x in floats, half of them after the other. Of pairs,
 // fewer rows with more features take fewer of the loads that spread eight columns, which Zen 5 makes beside no more than some products.
-template <bool kFloats, int kRows>
+// `fetch` has its steps with the tiles of half the features, by whole lines or, `kAlong`, parts of them with each eight columns.
+template <bool kFloats, bool kAlong, int kRows>
 inline void multiply_turned(const uint8_t* block, int64_t num_tiles, const RowsOfX& x, Fetch fetch, float* sums) {
     constexpr int kPairs = kFloats ? 1 : 2;
     for (int first = 0; first < 2; first += kPairs) {
@@ -308,7 +310,14 @@ inline void multiply_turned(const uint8_t* block, int64_t num_tiles, const RowsO
             for (int c = 0; c < 4; c++) {
                 __m512i even[kPairs], odd[kPairs];
                 for (int i = 0; i < kPairs; i++) load_pair(tile, c, first + i, even[i], odd[i]);
-                for (int64_t i = c * 64; i < kPairs * fetch.step; i += 256) _mm_prefetch(reinterpret_cast<const char*>(fetch.from + i), _MM_HINT_T1);
+                auto ask = [&](int64_t i) QUIRE_ALWAYS { _mm_prefetch(reinterpret_cast<const char*>(fetch.from + i), _MM_HINT_T1); };
+                if constexpr (kAlong) {
+                    const int64_t part = kPairs * fetch.step / 4;
+                    for (int64_t i = 0; i < part; i += 64) ask(i);
+                    fetch.from += part;
+                } else {
+                    for (int64_t i = c * 64; i < kPairs * fetch.step; i += 256) ask(i);
+                }
                 if constexpr (kFloats) {
                     const FloatPairs even_floats(even[0]), odd_floats(odd[0]);
 #pragma GCC unroll 12
@@ -321,7 +330,7 @@ inline void multiply_turned(const uint8_t* block, int64_t num_tiles, const RowsO
 #pragma GCC unroll 2
                     for (int i = 0; i < kPairs; i++) add_pair(acc[m][2 * i], acc[m][2 * i + 1], even[i], odd[i], rows.at(m, c));
             }
-            fetch.from += kPairs * fetch.step;
+            if constexpr (!kAlong) fetch.from += kPairs * fetch.step;
         }
         for (int m = 0; m < kRows; m++) {
             const __m512 half = halves(acc[m][0], acc[m][1]);
@@ -449,7 +458,7 @@ inline const uint8_t* weights_ahead(const DotBlocks& blocks, int64_t block, int 
 // Rows of x as many at a time as stay in L2 with the range's blocks. Blocks are turned into `turned`, one place for each of the
 // range or, where all rows are there at once, one for all; without turn_block they lie so. What comes next is fetched meanwhile:
 // weights with the first rows, then rows.
-template <bool kFloats>
+template <bool kFloats, bool kAlong>
 inline void multiply_blocks(const DotBlocks& blocks, const DotRows& rows, BlockRange range, Turning turning, uint8_t* turned) {
     const LinearArgs& a = blocks.a;
     const int64_t tiles = a.weight.num_tiles();
@@ -471,7 +480,10 @@ inline void multiply_blocks(const DotBlocks& blocks, const DotRows& rows, BlockR
                     weights = place;
                 }
                 const MemorySpan ahead = first == 0 ? MemorySpan{weights_ahead(blocks, block, part), blocks.bytes} : rows.ahead(first, item, items);
-                const int64_t step = round_up(divide_up(ahead.bytes, 2 * rows.num_groups(first) * tiles), 64);
+                // Zen 5 takes lines with each eight columns for a pattern to go on with, and a product of few groups is up to a fifth slower,
+                // or not, by where the loops of groups lie: their steps are four odd parts.
+                const int64_t least = divide_up(ahead.bytes, 2 * rows.num_groups(first) * tiles);
+                const int64_t step = kAlong ? 4 * (divide_up(least, 4) | 1) : round_up(least, 64);
                 int64_t fetched = 0;
                 for (int64_t i = 0; i < rows.num_groups(first); i++, done = 0) {
                     const RowGroup group = rows.group_of(first, i);
@@ -479,7 +491,7 @@ inline void multiply_blocks(const DotBlocks& blocks, const DotRows& rows, BlockR
                     fetched += 2 * tiles * step;
                     const RowsOfX x = rows.group(first + group.first, group.count).from(done);
                     with_rows<kFloats ? kPairRows : kFewRows>(group.count - done, [&](auto n) {
-                        multiply_turned<kFloats, n>(weights, tiles, x, fetch, sums[part] + (group.first + done) * 16);
+                        multiply_turned<kFloats, kAlong, n>(weights, tiles, x, fetch, sums[part] + (group.first + done) * 16);
                     });
                 }
             }
@@ -511,7 +523,7 @@ inline void linear_dot_of(const LinearArgs& a, Context& context) {
         if constexpr (comes_turned(kType))
             if (!floats) turning = {stream_block<kType, kTurningRows, true>, kTurningRows};
     }
-    const auto multiply = floats ? multiply_blocks<true> : multiply_blocks<false>;
+    const auto multiply = floats ? multiply_blocks<true, false> : a.num_rows <= kAlongRows ? multiply_blocks<false, true> : multiply_blocks<false, false>;
     const EvenTasks all_tasks(blocks.count, group, context.pool.size());
     context.pool.run_parts(all_tasks.count, [&](ThreadPool::Tasks& tasks, int thread) {
         int64_t task;
