@@ -204,8 +204,7 @@ def _steps(llm: "LLM", model: "CompiledModel", prompts: list[Any], most: int) ->
         done += 1
     seconds = time.perf_counter() - start
     engine.abort_request([*made])
-    while engine.has_unfinished_requests():
-        engine.step()
+    engine.discard_outputs(made)
     return seconds, done, model.spent(), mean + (done - 1) / 2
 
 
@@ -272,8 +271,9 @@ def _print_table(title: str, step: float, tokens: float, kernels: list[Kernel], 
     rest = step - sum(kernel.seconds for kernel in kernels)
     print(f"{'outside of kernels':30}{'':6}{rest * 1e3:10.3f}{rest / step:9.1%}   scheduling, inputs, sampling, text")
     floors = {what: sum(k.floor(limits) for k in kernels if k.bound(limits) == what) for what in _COLOURS}
-    floor, (part, most) = sum(floors.values()), max((part, name) for name, part in floors.items())
-    print(f"The floor is {floor * 1e3:.3f} ms, {part / floor:.0%} of that by {most}: {floor / step:.0%} of the step.")
+    floor, most = sum(floors.values()), max(floors, key=floors.__getitem__)
+    share = f"{floors[most] / floor:.0%} of that by {most}"
+    print(f"The floor is {floor * 1e3:.3f} ms, {share}: {floor / step:.0%} of the step.")
 
 
 def _render(model: str, tables: dict[str, _Table], limits: Limits) -> str:
