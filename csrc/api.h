@@ -48,6 +48,7 @@ bool tell(std::initializer_list<Field> of_struct);
 // Something is computed; what waits for a quiet moment goes on waiting (touch.cpp).
 void begin_call();
 void end_call();
+bool is_quiet();  // whether nothing has been computed for a moment
 
 // One call on so many threads, while it lives. Calls on as many threads take turns; others run beside them.
 class Call {

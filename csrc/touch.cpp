@@ -5,7 +5,6 @@
 #include <algorithm>
 #include <atomic>
 #include <chrono>
-#include <cstdio>
 #include <deque>
 #include <system_error>
 #include <thread>
@@ -15,6 +14,7 @@
 #endif
 
 #include "api.h"
+#include "proc.h"
 
 namespace quire {
 namespace {
@@ -24,6 +24,7 @@ constexpr int64_t kPage = 4096, kPiece = 2 << 20;
 using Clock = std::chrono::steady_clock;
 std::atomic<int> g_num_calls{0};  // that run
 std::atomic<int64_t> g_last_end{0};
+constexpr auto kQuiet = std::chrono::milliseconds(20);
 
 }  // namespace
 
@@ -32,6 +33,11 @@ void begin_call() { g_num_calls.fetch_add(1, std::memory_order_relaxed); }
 void end_call() {
     g_last_end.store(Clock::now().time_since_epoch().count(), std::memory_order_relaxed);
     g_num_calls.fetch_sub(1, std::memory_order_relaxed);
+}
+
+bool is_quiet() {
+    const auto since = Clock::now().time_since_epoch() - Clock::duration(g_last_end.load(std::memory_order_relaxed));
+    return g_num_calls.load(std::memory_order_relaxed) == 0 && since >= kQuiet;
 }
 
 void touch(const std::vector<Region>& regions, Context& context) {
@@ -80,7 +86,6 @@ void TouchedCaches::reach(const Operands& operands, Context& context) {
 namespace {
 
 constexpr int kPopulateWrite = 23;  // MADV_POPULATE_WRITE of Linux 5.14, which older headers lack
-constexpr auto kQuiet = std::chrono::milliseconds(20);
 constexpr auto kStart = std::chrono::milliseconds(500);  // who computes at once touches by himself what he needs
 
 // What is waiting. Never freed: the thread may outlive static destructors.
@@ -95,26 +100,6 @@ Waiting* g_waiting = new Waiting;
 // A forked child has no such thread, and perhaps a mutex that nobody will unlock.
 const bool g_fork_hook = pthread_atfork(nullptr, nullptr, [] { g_waiting = new Waiting; }) == 0;
 
-// Calls body(line) for each line of a file until it returns true; whether it did.
-template <class Body>
-bool for_lines(const char* path, const Body& body) {
-    std::FILE* file = std::fopen(path, "r");
-    bool found = false;
-    char line[512];
-    while (file && !found && std::fgets(line, sizeof line, file)) found = body(line);
-    if (file) std::fclose(file);
-    return found;
-}
-
-// Whether more than an eighth of the machine's memory could still be had.
-bool has_room() {
-    long long total = 0, available = 0;
-    return for_lines("/proc/meminfo", [&](const char* line) {
-        std::sscanf(line, "MemTotal: %lld", &total);
-        return std::sscanf(line, "MemAvailable: %lld", &available) == 1 && available > total / 8;
-    });
-}
-
 // Whether all of it is a process's own memory and no file's: its owner may have freed it, and another have come there since.
 bool is_memory(const Region& region) {
     const unsigned long begin = reinterpret_cast<uintptr_t>(region.begin), end = begin + region.num_bytes;
@@ -123,12 +108,6 @@ bool is_memory(const Region& region) {
         std::sscanf(line, "%lx-%lx %*s %*s %*s %lu", &first, &last, &inode);
         return first <= begin && end <= last && inode == 0;
     });
-}
-
-// Whether nothing has been computed for a moment.
-bool is_quiet() {
-    const auto since = Clock::now().time_since_epoch() - Clock::duration(g_last_end.load(std::memory_order_relaxed));
-    return g_num_calls.load(std::memory_order_relaxed) == 0 && since >= kQuiet;
 }
 
 // The system touches, which keeps what is there; the thread itself reads and writes nothing, as the owner may write
@@ -150,7 +129,7 @@ void touch_waiting(Waiting& waiting) {
         waiting.regions.pop_front();
         lock.unlock();
         const int64_t num_bytes = region.num_bytes < kPiece ? region.num_bytes : kPiece;
-        if (!is_memory(region) || !has_room() || madvise(region.begin, num_bytes, kPopulateWrite) != 0) continue;
+        if (!is_memory(region) || !has_room(0) || madvise(region.begin, num_bytes, kPopulateWrite) != 0) continue;
         region = {region.begin + num_bytes, region.num_bytes - num_bytes};
         lock.lock();
         if (region.num_bytes) waiting.regions.push_back(region);

@@ -21,8 +21,11 @@ from quire.models.registry import build_model
 from quire.ops.native.library import TORCH, levels
 from quire.ops.native.matrix import PackedMatrix, orders_of
 from quire.protocol.cache import CacheReport
+from quire.utils.hub import resolve_model_path
+from quire.worker.pages import HUGE_PAGE
 from quire.worker.weights.store import WeightStore
 from quire.worker.worker import Worker
+from tests.pages import file_bytes, into_small_pages, needs_huge_pages, wait_until
 
 PROMPTS = [[5, 9, 2, 77], [3] * 20, list(range(100, 150))]
 
@@ -304,3 +307,26 @@ def test_weights_changed_by_the_user_stay_out_of_the_file(cache: Path, model: Pa
         assert file.read_bytes() == whole
         no_packing()
     assert start(model) == plain
+
+
+@needs_huge_pages
+def test_what_a_second_start_maps_moves_to_huge_pages(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Once the KV cache is planned: what it takes is not missing there. The answers stay, and so does the file."""
+    told: list[str] = []
+    report, use = Worker.cache_report, WeightStore.use_huge_pages
+    monkeypatch.setattr(Worker, "cache_report", lambda worker: [report(worker), told.append("planned")][0])
+    monkeypatch.setattr(WeightStore, "use_huge_pages", lambda store: [use(store), told.append("moved")][0])
+    model = resolve_model_path("demo")
+    plain = start(model)
+    [file] = files(cache)
+    into_small_pages(file)
+    content = file.read_bytes()
+    told.clear()
+    llm = LLM(str(model), skip_tokenizer_init=True, num_kv_blocks=64, show_progress=False)
+    assert told == ["planned", "moved"]
+    params = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
+    first = [output.outputs[0].token_ids for output in llm.generate(PROMPTS, params, use_tqdm=False)]
+    wait_until(lambda: file_bytes(file) < 2 * HUGE_PAGE)  # the first and the last piece may be none
+    assert [output.outputs[0].token_ids for output in llm.generate(PROMPTS, params, use_tqdm=False)] == first
+    assert [list(token_ids) for token_ids in first] == [token_ids for token_ids, _ in plain]
+    assert file.read_bytes() == content

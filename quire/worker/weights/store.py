@@ -12,6 +12,7 @@ import mmap
 import os
 import sys
 import threading
+import weakref
 import zlib
 from bisect import bisect, bisect_left
 from collections.abc import Callable, Iterator
@@ -22,6 +23,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
+from quire.ops.native.library import library
 from quire.worker.pages import HUGE_PAGE, huge_pages
 from quire.worker.weights import cache
 from quire.worker.weights.cache import StorePlace
@@ -59,6 +61,7 @@ class WeightStore:
         self._summers = ThreadPoolExecutor(2)  # one does not read as fast as memory
         self._size = self._content_bytes = 0
         self._writer: threading.Thread | None = None
+        self._stay: Callable[[], object] = bool  # has what is mapped stay where it is
         self.filled = place is not None and self._open(place)
 
     @property
@@ -101,8 +104,18 @@ class WeightStore:
             self._writer = threading.Thread(target=self._write, args=(self.place,), name="quire-weight-store")
             self._writer.start()
 
+    def use_huge_pages(self) -> None:
+        """Have what is mapped moved to huge pages, by and by: most systems keep files in small ones, which are slower.
+
+        It takes as many bytes more, where there is so much memory, so it is for when all is planned.
+        """
+        if self.filled and self._tensors and (found := library()) is not None:
+            self._stay = weakref.finalize(self, found.quire_huge_pages, address := self._tensors[0].data_ptr(), 0)
+            found.quire_huge_pages(address, len(self._mapped))
+
     def settle(self) -> None:
-        """Wait until nothing reads the weights to write them: before anyone may change them."""
+        """Wait until nothing reads the weights to write them elsewhere: before anyone may change them."""
+        self._stay()
         if self._writer is not None:
             self._writer.join()
 

@@ -87,6 +87,33 @@ def test_a_change_stays_in_its_process(tmp_path: Path) -> None:
     assert torch.equal(allocate(store_at(path))[0], first[0])
 
 
+def test_what_is_mapped_may_move_until_it_is_settled_or_gone(tmp_path: Path) -> None:
+    path, shape = tmp_path / "store.bin", (3 << 20,)
+    store = store_at(path)
+    one, two = (store.allocate(shape, torch.uint8, name) for name in "ab")
+    one.fill_(1)
+    two.fill_(2)
+    store.finish()
+    store.use_huge_pages()  # nothing is mapped
+    store.settle()
+    content = path.read_bytes()
+    for _ in range(20):
+        again = store_at(path)
+        first, second = (again.allocate(shape, torch.uint8, name) for name in "ab")
+        again.verified().use_huge_pages()
+        assert torch.equal(first, one)
+        assert torch.equal(second, two)
+        again.settle()
+        first.fill_(3)
+        time.sleep(0.005)
+        assert torch.equal(first, torch.full(shape, 3, dtype=torch.uint8))
+        assert path.read_bytes() == content
+        dropped = store_at(path)
+        dropped.allocate(shape, torch.uint8, "a")
+        dropped.use_huge_pages()
+        del dropped
+
+
 def test_no_path_no_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     store = WeightStore(None)
