@@ -244,7 +244,8 @@ inline void stream_groups(const uint8_t* block, int64_t num_tiles, int64_t tile_
         for (int64_t i = 0; i < groups; i++) {
             const RowGroup group(num_rows, kMost, i);
             const uint8_t* tile = block + t * tile_bytes;
-            const Fetch ahead{tile + (groups == 1 && !kFloats ? 1 : 2) * kBytesAhead + tiles * tile_bytes * i / groups, tile_bytes / groups};
+            const int64_t pages = kFloats ? 2 : groups == 1 ? 1 : 3;  // from 8 KB on Zen 5 gets 5 to 9% less where memory is fast
+            const Fetch ahead{tile + pages * kBytesAhead + tiles * tile_bytes * i / groups, tile_bytes / groups};
             const int64_t at = t * step + group.first * 32;
             const void* rows = kFloats ? static_cast<const void*>(static_cast<const float*>(x) + at) : static_cast<const bf16*>(x) + at;
             with_rows<kMost>(group.count, [&](auto count) {
