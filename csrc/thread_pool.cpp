@@ -9,7 +9,8 @@
 namespace quire {
 namespace {
 
-constexpr auto kSpin = std::chrono::microseconds(60);  // longer than the gap between two regions of a step
+constexpr auto kSpin = std::chrono::microseconds(60);  // longer than the gap between two regions of a call
+constexpr auto kStay = std::chrono::microseconds(300);  // longer than that between two calls of a step: who sleeps, is up late for the next one
 
 constexpr int kCountBits = 20;
 constexpr uint64_t kCountMask = (1u << kCountBits) - 1;
@@ -72,10 +73,17 @@ void ThreadPool::work(int thread) {
     uint64_t seen = 0;
     auto region = [this] { return state_.load() >> 2 * kCountBits; };
     for (;;) {
-        auto until = std::chrono::steady_clock::now() + kSpin;
+        const auto start = std::chrono::steady_clock::now();
+        bool yields = false;  // to whoever wants this core
         for (int spins = 1; region() == seen && !stop_; spins++) {
-            relax();
-            if (spins % 64 == 0 && std::chrono::steady_clock::now() > until) {
+            if (yields)
+                std::this_thread::yield();
+            else
+                relax();
+            if (!yields && spins % 64) continue;
+            const auto time = std::chrono::steady_clock::now() - start;
+            yields = time > kSpin;
+            if (time > kStay) {
                 std::unique_lock<std::mutex> lock(mutex_);
                 sleeping_.fetch_add(1);
                 wake_.wait(lock, [&] { return region() != seen || stop_; });

@@ -1,7 +1,7 @@
 // The one pool of threads that every kernel runs on. The caller is one of them.
 //
-// Workers spin for some microseconds after a region, as the next one of a step comes at once, and then sleep: beside
-// torch's OpenMP, or on a busy machine, a spinning thread takes the core that another needs.
+// Workers spin for some microseconds after a region, as the next one of a call comes at once, stay for the next call of a step
+// where nobody else wants the core, and then sleep: beside torch's OpenMP, or on a busy machine, a spinning thread takes what another needs.
 #pragma once
 
 #include <atomic>
