@@ -5,6 +5,7 @@
 #if defined(__linux__)
 #include <pthread.h>
 #include <sys/mman.h>
+#include <unistd.h>
 
 #include <algorithm>
 #include <chrono>
@@ -40,8 +41,9 @@ Moving* g_moving = new Moving;
 // A forked child has no such thread, and perhaps a mutex that nobody will unlock.
 const bool g_fork_hook = pthread_atfork(nullptr, nullptr, [] { g_moving = new Moving; }) == 0;
 
-// Whether a mapping is in small pages, most of it at least, and the system has huge ones.
+// Whether a mapping is in small pages, an eighth of it at least, and the system has huge ones of a piece.
 bool is_slow(const Mapping& mapping) {
+    if (sysconf(_SC_PAGESIZE) != 4096) return false;
     const unsigned long at = reinterpret_cast<uintptr_t>(mapping.begin);
     bool is_here = false;
     long long huge = 0;  // KB
