@@ -315,7 +315,7 @@ def test_what_a_second_start_maps_moves_to_huge_pages(cache: Path, monkeypatch: 
     told: list[str] = []
     report, use = Worker.cache_report, WeightStore.use_huge_pages
     monkeypatch.setattr(Worker, "cache_report", lambda worker: [report(worker), told.append("planned")][0])
-    monkeypatch.setattr(WeightStore, "use_huge_pages", lambda store: [use(store), told.append("moved")][0])
+    monkeypatch.setattr(WeightStore, "use_huge_pages", lambda store, room: [use(store, room), told.append("moved")][0])
     model = resolve_model_path("demo")
     plain = start(model)
     [file] = files(cache)

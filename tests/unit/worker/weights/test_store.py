@@ -23,6 +23,7 @@ from quire.worker.weights import cache
 from quire.worker.weights import store as weight_store
 from quire.worker.weights.cache import StorePlace
 from quire.worker.weights.store import StaleStoreError, WeightStore, checksum
+from tests.pages import into_small_pages, needs_huge_pages, own_bytes, wait_until
 
 BROKEN = [b"[" * 100_000, b"5", b"{}", b"null"]
 SHAPES: list[tuple[tuple[int, ...], torch.dtype]] = [
@@ -94,13 +95,13 @@ def test_what_is_mapped_may_move_until_it_is_settled_or_gone(tmp_path: Path) -> 
     one.fill_(1)
     two.fill_(2)
     store.finish()
-    store.use_huge_pages()  # nothing is mapped
+    store.use_huge_pages(2**40)  # nothing is mapped
     store.settle()
     content = path.read_bytes()
     for _ in range(20):
         again = store_at(path)
         first, second = (again.allocate(shape, torch.uint8, name) for name in "ab")
-        again.verified().use_huge_pages()
+        again.verified().use_huge_pages(2**40)
         assert torch.equal(first, one)
         assert torch.equal(second, two)
         again.settle()
@@ -110,8 +111,27 @@ def test_what_is_mapped_may_move_until_it_is_settled_or_gone(tmp_path: Path) -> 
         assert path.read_bytes() == content
         dropped = store_at(path)
         dropped.allocate(shape, torch.uint8, "a")
-        dropped.use_huge_pages()
+        dropped.use_huge_pages(2**40)
         del dropped
+
+
+@needs_huge_pages
+def test_what_is_mapped_stays_where_memory_is_short(tmp_path: Path) -> None:
+    """A container's, say: for the move, and for the file that the next start is to find in memory."""
+    path = tmp_path / "store.bin"
+    store = store_at(path)
+    store.allocate((5 << 20,), torch.uint8).fill_(7)
+    store.finish()
+    store.settle()
+    into_small_pages(path)
+    again = store_at(path)
+    tensor = again.allocate((5 << 20,), torch.uint8)
+    again.verified().use_huge_pages(2 * path.stat().st_size)
+    time.sleep(0.1)
+    assert own_bytes(tensor) == 0
+    again.use_huge_pages(2 * path.stat().st_size + 1)
+    wait_until(lambda: own_bytes(tensor) >= 2 << 20)
+    again.settle()
 
 
 def test_no_path_no_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
