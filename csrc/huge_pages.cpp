@@ -27,7 +27,7 @@ constexpr int kTurns = 32;           // of which a piece takes one where somethi
 struct Mapping {
     uint8_t* begin;
     int64_t num_bytes;
-    bool is_left = false;  // it is to stay where it is
+    bool stays = false;  // from now on
 };
 
 // Those that threads are at. Never freed: these may outlive static destructors.
@@ -56,21 +56,23 @@ bool is_slow(const Mapping& mapping) {
            for_lines("/sys/kernel/mm/transparent_hugepage/enabled", [](const char* line) { return !std::strstr(line, "[never]"); });
 }
 
+// The first piece that begins there or later.
+uint8_t* first_piece(uint8_t* memory) { return memory + (-int64_t(reinterpret_cast<uintptr_t>(memory)) & (kPiece - 1)); }
+
 // Piece by piece: a copy takes the place of each at once, and who reads there meanwhile waits in the system for a moment.
 void move_pieces(Moving& moving, const Mapping& mapping) {
-    uint8_t* to = mapping.begin + (-int64_t(reinterpret_cast<uintptr_t>(mapping.begin)) & (kPiece - 1));
+    uint8_t* to = first_piece(mapping.begin);
     const int64_t whole = (mapping.begin + mapping.num_bytes - to) / kPiece * kPiece;
     if (whole <= 0 || !is_slow(mapping)) return;
-    void* taken = mmap(nullptr, whole + kPiece, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
+    uint8_t* taken = static_cast<uint8_t*>(mmap(nullptr, whole + kPiece, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0));
     if (taken == MAP_FAILED) return;
-    const int64_t before = -int64_t(reinterpret_cast<uintptr_t>(taken)) & (kPiece - 1);
-    uint8_t* from = static_cast<uint8_t*>(taken) + before;
+    uint8_t* from = first_piece(taken);
     madvise(from, whole, MADV_HUGEPAGE);
     int64_t moved = 0;
     auto wait = Clock::duration::zero();
     std::unique_lock<std::mutex> lock(moving.mutex);
     // With room for the mapping as it was: the next start is to find the file's own pages in memory.
-    while (moved < whole && !moving.changed.wait_for(lock, wait, [&] { return mapping.is_left; }) && has_room(mapping.num_bytes)) {
+    while (moved < whole && !moving.changed.wait_for(lock, wait, [&] { return mapping.stays; }) && has_room(mapping.num_bytes)) {
         lock.unlock();
         const auto start = Clock::now();
         std::memcpy(from + moved, to + moved, kPiece);
@@ -81,8 +83,8 @@ void move_pieces(Moving& moving, const Mapping& mapping) {
         moved += kPiece;
     }
     lock.unlock();
-    if (before) munmap(taken, before);
-    munmap(from + moved, whole + kPiece - before - moved);  // what was moved is not there any more, and others may be
+    if (from > taken) munmap(taken, from - taken);
+    munmap(from + moved, taken + whole + kPiece - from - moved);  // what was moved is not there any more, and others may be
 }
 
 void move_ahead(uint8_t* memory, int64_t num_bytes) {
@@ -105,13 +107,10 @@ void move_ahead(uint8_t* memory, int64_t num_bytes) {
 void leave(const uint8_t* memory) {
     Moving& moving = *g_moving;
     std::unique_lock<std::mutex> lock(moving.mutex);
-    moving.changed.wait(lock, [&] {
-        const auto mapping = std::find_if(moving.mappings.begin(), moving.mappings.end(), [&](const Mapping& own) { return own.begin == memory; });
-        if (mapping == moving.mappings.end()) return true;
-        if (!mapping->is_left) moving.changed.notify_all();
-        mapping->is_left = true;
-        return false;
-    });
+    const auto is_it = [&](const Mapping& mapping) { return mapping.begin == memory; };
+    for (Mapping& mapping : moving.mappings) mapping.stays |= is_it(mapping);
+    moving.changed.notify_all();
+    moving.changed.wait(lock, [&] { return std::none_of(moving.mappings.begin(), moving.mappings.end(), is_it); });
 }
 
 }  // namespace

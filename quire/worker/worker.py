@@ -183,7 +183,7 @@ class Worker:
         self._runner = self._make_runner(cache, table)
         device.reserve(self._runnable, config.max_num_batched_tokens)  # not before all is measured
         for store in [self._store, *([] if self._drafter is None else [self._drafter.store])]:
-            store.use_huge_pages(device.available_bytes())
+            store.use_huge_pages(device.available_bytes)
 
     def _make_runner(self, cache: KVCache, table: RowTable) -> ModelRunner:
         config, model, speculative, drafter = self._config, self._runnable, self._config.speculative, self._drafter

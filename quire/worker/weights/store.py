@@ -1,4 +1,5 @@
-"""Where packed weights live: in a file of the user's cache, mapped as an earlier start left it, or in plain memory.
+"""Where packed weights live: in a file of the user's cache, mapped as an earlier start left it, or in plain memory; and
+in huge pages, as far as the system has any.
 
 The first start packs into memory and then writes the file in a thread; it gets its name when it is whole, so that
 processes that start together don't meet, and no half file is ever read. Each tensor's checksum is verified before it is
@@ -104,13 +105,13 @@ class WeightStore:
             self._writer = threading.Thread(target=self._write, args=(self.place,), name="quire-weight-store")
             self._writer.start()
 
-    def use_huge_pages(self, available_bytes: int) -> None:
+    def use_huge_pages(self, available_bytes: Callable[[], int]) -> None:
         """Have what is mapped moved to huge pages, by and by: most systems keep files in small ones, which are slower.
 
         It takes as many bytes more, of those that can be had now, and is for when all else is planned. Nothing moves
         unless there are twice as many: the file is to stay in memory, too, for the next start.
         """
-        if self.filled and self._tensors and available_bytes > 2 * len(self._mapped) and (found := library()):
+        if self.filled and self._tensors and available_bytes() > 2 * len(self._mapped) and (found := library()):
             self._stay = weakref.finalize(self, found.quire_huge_pages, address := self._tensors[0].data_ptr(), 0)
             found.quire_huge_pages(address, len(self._mapped))
 

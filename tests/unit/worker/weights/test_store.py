@@ -95,13 +95,13 @@ def test_what_is_mapped_may_move_until_it_is_settled_or_gone(tmp_path: Path) -> 
     one.fill_(1)
     two.fill_(2)
     store.finish()
-    store.use_huge_pages(2**40)  # nothing is mapped
+    store.use_huge_pages(lambda: 2**40)  # nothing is mapped
     store.settle()
     content = path.read_bytes()
     for _ in range(20):
         again = store_at(path)
         first, second = (again.allocate(shape, torch.uint8, name) for name in "ab")
-        again.verified().use_huge_pages(2**40)
+        again.verified().use_huge_pages(lambda: 2**40)
         assert torch.equal(first, one)
         assert torch.equal(second, two)
         again.settle()
@@ -111,7 +111,7 @@ def test_what_is_mapped_may_move_until_it_is_settled_or_gone(tmp_path: Path) -> 
         assert path.read_bytes() == content
         dropped = store_at(path)
         dropped.allocate(shape, torch.uint8, "a")
-        dropped.use_huge_pages(2**40)
+        dropped.use_huge_pages(lambda: 2**40)
         del dropped
 
 
@@ -126,10 +126,10 @@ def test_what_is_mapped_stays_where_memory_is_short(tmp_path: Path) -> None:
     into_small_pages(path)
     again = store_at(path)
     tensor = again.allocate((5 << 20,), torch.uint8)
-    again.verified().use_huge_pages(2 * path.stat().st_size)
+    again.verified().use_huge_pages(lambda: 2 * path.stat().st_size)
     time.sleep(0.1)
     assert own_bytes(tensor) == 0
-    again.use_huge_pages(2 * path.stat().st_size + 1)
+    again.use_huge_pages(lambda: 2 * path.stat().st_size + 1)
     wait_until(lambda: own_bytes(tensor) >= 2 << 20)
     again.settle()
 
