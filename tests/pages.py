@@ -3,8 +3,7 @@
 import mmap
 import os
 import re
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -33,19 +32,14 @@ def into_small_pages(path: Path) -> None:
 def own_bytes(tensor: Tensor) -> int:
     """How much of the mappings that a tensor lies in is the process's own memory, and no file's."""
     start, end = tensor.data_ptr(), tensor.data_ptr() + tensor.numel()
-    return sum(each.own for each in _mappings() if each.first < end and start < each.end)
+    found = [each.own for each in _mappings() if each.first < end and start < each.end]
+    assert found, "no such mapping"
+    return sum(found)
 
 
 def file_bytes(path: Path) -> int:
     """How much of a file is mapped and in memory."""
     return sum(each.resident - each.own for each in _mappings() if each.name == str(path))
-
-
-def wait_until(is_so: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + 120
-    while not is_so():
-        assert time.monotonic() < deadline, "it does not come to be so"
-        time.sleep(0.01)
 
 
 @dataclass

@@ -25,7 +25,8 @@ from quire.utils.hub import resolve_model_path
 from quire.worker.pages import HUGE_PAGE
 from quire.worker.weights.store import WeightStore
 from quire.worker.worker import Worker
-from tests.pages import file_bytes, into_small_pages, needs_huge_pages, wait_until
+from tests.pages import file_bytes, into_small_pages, needs_huge_pages
+from tests.waiting import wait_until
 
 PROMPTS = [[5, 9, 2, 77], [3] * 20, list(range(100, 150))]
 

@@ -12,13 +12,14 @@ import signal
 import socket
 import subprocess
 import sys
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from prometheus_client.parser import text_string_to_metric_families
+
+from tests.waiting import wait_until
 
 START_SECONDS = 200.0
 STOP_SECONDS = 15.0
@@ -180,14 +181,6 @@ class RunningServer:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
         self.process.wait()
-
-
-def wait_until(condition: Callable[[], Any], seconds: float, failure: str = "it did not happen in time") -> None:
-    """Ask until the condition holds."""
-    end = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < end, f"{failure} ({seconds:g} s)"
-        time.sleep(0.02)
 
 
 def _checked(answer: Answer) -> Answer:

@@ -15,7 +15,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from serving import Answer, RunningServer, wait_until
+from serving import Answer, RunningServer
+
+from tests.waiting import wait_until
 
 KEY = "a-key-that-nobody-guesses"
 TEMPLATE = (

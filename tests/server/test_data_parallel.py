@@ -12,7 +12,9 @@ from typing import Any
 
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
-from serving import Answer, RunningServer, command_line, wait_until
+from serving import Answer, RunningServer, command_line
+
+from tests.waiting import wait_until
 
 pytestmark = pytest.mark.slow
 

@@ -11,9 +11,10 @@ from typing import Any
 
 import openai
 import pytest
-from serving import RunningServer, wait_until
+from serving import RunningServer
 
 from quire import __version__
+from tests.waiting import wait_until
 
 COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
 USER = [{"role": "user", "content": "Who is there?"}]

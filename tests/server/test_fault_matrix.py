@@ -18,8 +18,10 @@ from pathlib import Path
 
 import pytest
 import ray_cluster
-from serving import Answer, RunningServer, command_line, live_processes, wait_until
+from serving import Answer, RunningServer, command_line, live_processes
 from slowness import Slowness
+
+from tests.waiting import wait_until
 
 pytestmark = pytest.mark.nightly
 

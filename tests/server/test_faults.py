@@ -25,9 +25,10 @@ from typing import Any
 
 import pytest
 from client import Address, Connection, Footprint, ask, engine_state, error_at_the_end, events, http, run, until_idle
-from serving import START_SECONDS, RunningServer, command_line, live_processes, wait_until
+from serving import START_SECONDS, RunningServer, command_line, live_processes
 
 import quire
+from tests.waiting import wait_until
 
 pytestmark = pytest.mark.slow
 

@@ -10,9 +10,10 @@ from typing import Any
 
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
-from serving import RunningServer, command_line, wait_until
+from serving import RunningServer, command_line
 
 from quire.utils.hub import resolve_model_path
+from tests.waiting import wait_until
 
 pytestmark = pytest.mark.slow
 

@@ -10,7 +10,9 @@ from pathlib import Path
 import pytest
 import ray_cluster
 from ray_cluster import ranks
-from serving import RunningServer, wait_until
+from serving import RunningServer
+
+from tests.waiting import wait_until
 
 pytestmark = pytest.mark.nightly
 BACKEND = ("--distributed-executor-backend", "ray", "--max-model-len", "256")

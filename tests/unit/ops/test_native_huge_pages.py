@@ -14,7 +14,8 @@ from torch import Tensor
 
 from quire.ops.native.library import loaded_library
 from quire.worker.pages import HUGE_PAGE
-from tests.pages import into_small_pages, needs_huge_pages, own_bytes, wait_until
+from tests.pages import into_small_pages, needs_huge_pages, own_bytes
+from tests.waiting import wait_until
 
 pytestmark = needs_huge_pages
 

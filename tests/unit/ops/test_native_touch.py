@@ -4,7 +4,6 @@ import ctypes
 import gc
 import mmap
 import platform
-import time
 from dataclasses import replace
 from pathlib import Path
 
@@ -19,6 +18,8 @@ from quire.ops.native.library import library, prefault
 from quire.ops.native.program import Caches, StepData
 from quire.ops.native.structs import Type
 from quire.worker.pages import huge_pages
+from tests.pages import own_bytes
+from tests.waiting import wait_until
 
 _VERSION = tuple(int(part) for part in platform.release().split(".")[:2] if part.isdigit())
 pytestmark = pytest.mark.skipif(
@@ -37,10 +38,7 @@ def resident(tensor: torch.Tensor) -> float:
 
 
 def wait_until_resident(tensor: torch.Tensor) -> None:
-    deadline = time.monotonic() + 120
-    while resident(tensor) < 1:
-        assert time.monotonic() < deadline, "nothing touches it"
-        time.sleep(0.02)
+    wait_until(lambda: resident(tensor) >= 1, failure="nothing touches it")
 
 
 def test_touched_by_and_by_with_its_contents() -> None:
@@ -70,19 +68,7 @@ def test_what_was_freed_is_left_alone(tmp_path: Path) -> None:
     last = huge_pages((4 << 20,), torch.uint8)
     prefault(last, 0)
     wait_until_resident(last)  # regions take turns: what came before has had one
-    assert _private_kilobytes(tensor.data_ptr()) == 0
-
-
-def _private_kilobytes(address: int) -> int:
-    is_here = False
-    for line in Path("/proc/self/smaps").read_text().splitlines():
-        first, *others = line.split()
-        if not first.endswith(":"):
-            start, end = (int(bound, 16) for bound in first.split("-"))
-            is_here = start <= address < end
-        elif is_here and first == "Anonymous:":
-            return int(others[0])
-    raise AssertionError("no such mapping")
+    assert own_bytes(tensor) == 0
 
 
 def test_a_step_touches_all_layers_as_far_as_it_writes(level: str) -> None:

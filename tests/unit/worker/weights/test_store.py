@@ -23,7 +23,8 @@ from quire.worker.weights import cache
 from quire.worker.weights import store as weight_store
 from quire.worker.weights.cache import StorePlace
 from quire.worker.weights.store import StaleStoreError, WeightStore, checksum
-from tests.pages import into_small_pages, needs_huge_pages, own_bytes, wait_until
+from tests.pages import into_small_pages, needs_huge_pages, own_bytes
+from tests.waiting import wait_until
 
 BROKEN = [b"[" * 100_000, b"5", b"{}", b"null"]
 SHAPES: list[tuple[tuple[int, ...], torch.dtype]] = [
