@@ -369,14 +369,15 @@ struct RowKernel {
 };
 
 inline void attention(const AttentionArgs& a, Context& context) {
-    constexpr int64_t kRows = 96;
+    // Of a task, which share each gathered chunk: as many as stay in L2 with it.
+    const int64_t rows = context.cache < (512 << 10) ? 96 : 192;
     const bool i8 = a.cache_shape.type == Type::i8;
     if (a.type == Type::f32)
-        i8 ? run_attention(a, context, kRows, RowKernel<float, int8_t>{a, context})
-           : run_attention(a, context, kRows, RowKernel<float, float>{a, context});
+        i8 ? run_attention(a, context, rows, RowKernel<float, int8_t>{a, context})
+           : run_attention(a, context, rows, RowKernel<float, float>{a, context});
     else
-        i8 ? run_attention(a, context, kRows, RowKernel<bf16, int8_t>{a, context})
-           : run_attention(a, context, kRows, RowKernel<bf16, bf16>{a, context});
+        i8 ? run_attention(a, context, rows, RowKernel<bf16, int8_t>{a, context})
+           : run_attention(a, context, rows, RowKernel<bf16, bf16>{a, context});
 }
 
 }  // namespace quire::QUIRE_NS
