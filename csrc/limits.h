@@ -57,6 +57,13 @@ inline float multiply_near(int64_t rounds, double& count) {
         return add_near<vi>(rounds, 64, count, [](vi sum, vi x) { return (vi)vusmmlaq_s32((int32x4_t)sum, (uint8x16_t)x, (int8x16_t)x); });
 #elif defined(__ARM_FEATURE_DOTPROD)
         return add_near<vi>(rounds, 32, count, [](vi sum, vi x) { return (vi)vdotq_s32((int32x4_t)sum, (int8x16_t)x, (int8x16_t)x); });
+#elif defined(__AVX2__)
+        return add_near<vi>(rounds, 64, count, [](vi sum, vi x) {  // fours of bytes and nibbles (linear_pairs.h)
+            vi product;
+            asm volatile("vpmaddubsw %1, %1, %0" : "=x"(product) : "x"(x));
+            asm volatile("vpaddw %1, %0, %0" : "+x"(sum) : "x"(product));
+            return sum;
+        });
 #endif
     }
 #if defined(__AVX512BF16__)
@@ -68,7 +75,7 @@ inline float multiply_near(int64_t rounds, double& count) {
     if (adds_at_once())
         return add_near<vi>(rounds, 32, count, [](vi sum, vi x) {
             Words total = (Words)sum;
-            add_pairs<kHasTwoWays>(total, (Words)x, (Words)x);
+            add_products<kHasTwoWays, false>(total, (Words)x, (Words)x);
             return (vi)total;
         });
     return add_near<vi>(rounds, 32, count, [](vi sum, vi x) {  // pairs of integers (linear_pairs.h)

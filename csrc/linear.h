@@ -52,15 +52,16 @@ struct EvenTasks {
     int64_t end(int64_t task) const { return begin(task + 1); }
 };
 
-// Of so many rows the index-th group: of at most `most`, all about as large, as the sums of one or two rows wait for each other.
 struct RowGroup {
     int64_t first, count;
+};
 
-    RowGroup(int64_t num_rows, int64_t most, int64_t index) {
-        const int64_t groups = divide_up(num_rows, most), more = num_rows % groups;  // so many have a row more
-        first = num_rows / groups * index + (index < more ? index : more);
-        count = num_rows / groups + (index < more);
-    }
+// So many rows in groups of at most `most`, all about as large, as the sums of one or two rows wait for each other.
+struct RowGroups {
+    int64_t count, least, more;  // `more` of them have a row more than `least`
+
+    RowGroups(int64_t num_rows, int64_t most) : count(divide_up(num_rows, most)), least(num_rows / count), more(num_rows % count) {}
+    RowGroup operator[](int64_t index) const { return {least * index + (index < more ? index : more), least + (index < more)}; }
 };
 
 // The end of a product. Only the features there are are written.

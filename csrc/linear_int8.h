@@ -73,7 +73,7 @@ struct IntRows {
     int8_t* panel(int64_t index) const { return panels + index * kRows * padded; }
     int32_t* panel_less(int64_t index) const { return less + index * kRows * (padded / 32); }
     RowGroup rows_of(int64_t index) const {
-        RowGroup rows(num_rows, kRows / bytes, index);
+        RowGroup rows = RowGroups(num_rows, kRows / bytes)[index];
         if (kGroup != 4) rows.first = index * kRows, rows.count = num_rows - rows.first < kRows ? num_rows - rows.first : kRows;
         return rows;
     }

@@ -5,9 +5,11 @@
 // 32 columns of a row of x share a power of 2, counted in which the largest takes 14 bits: the bf16 numbers down to 1/64 of it
 // stay what they are, and no smaller one is off by more than 1/16384 of it. Likewise 32 columns of a row of bf16 weights, in
 // 12 bits, as they are packed. Other weights are the integers that their codes are, and meet their scales afterwards: no weight is rounded.
-// Where x is to be rounded to eight bits (w8a8, w4a8), all columns of a row share what they are counted in.
-// Sums of 32 columns are exact, and are added up in fp32 in the order of the columns: a row's bits are its own, however many
+// Where x is to be rounded to eight bits (w8a8, w4a8), all columns of a row share what they are counted in, and sums of all of them are exact.
+// Other sums of 32 columns are, and are added up in fp32 in the order of the columns: a row's bits are its own, however many
 // rows there are and whichever way below is taken.
+//
+// Codes of four bits and bytes (w4a8) are multiplied by VPMADDUBSW, twice as many again, and sums of 32 columns fit in 16 bits.
 #pragma once
 
 #include <cpuid.h>
@@ -32,6 +34,7 @@ constexpr int kFewPaired = 4;                // twice as many do so in turn, whe
 #endif
 constexpr int kPanelVectors = 2;             // of two columns: those of a block, or of two
 constexpr int kPanelBlocks = kPanelVectors / kParts;
+constexpr int64_t kPairSums = 32;            // of a row and a pair of blocks, next to each other
 constexpr int64_t kSharingPanels = 8;        // of x, about, that weights are expanded for at least
 constexpr int64_t kPanelTiles = 8;           // of a panel, a superblock: with its rows of x it stays in L1
 constexpr int kRowBits = 14;
@@ -40,18 +43,21 @@ constexpr int kRowBits = 14;
 // and of each group of columns that share a scale of weights the sum of x. Where all codes mean so much less than they are,
 // that is an integer, so many times less than none, with which sums of a few rows' products begin: as if codes were what they mean.
 struct PairedRows {
-    int32_t* codes;  // [panels][pairs of columns][width]
+    int32_t* codes;  // [panels][pairs of columns, or fours][width]
     float* scales;   // [panels][tiles][3][width]: the unit; of up to two groups the sum, or the integer
     int64_t num_rows, num_tiles;
-    int width;  // places of a panel
+    int width, steps;  // places of a panel; pairs or fours of a tile
+    RowGroups groups;  // of the panels
 
-    PairedRows(const LinearArgs& a, int panel_rows, Scratch& memory) : num_rows(a.num_rows), num_tiles(a.weight.num_tiles()), width(panel_rows) {
-        codes = memory.get<int32_t>(num_panels() * num_tiles * (16 + 3) * width);
-        scales = reinterpret_cast<float*>(codes + num_panels() * num_tiles * 16 * width);
+    PairedRows(const LinearArgs& a, int panel_rows, int tile_steps, Scratch& memory)
+        : num_rows(a.num_rows), num_tiles(a.weight.num_tiles()), width(panel_rows), steps(tile_steps), groups(num_rows, width) {
+        codes = memory.get<int32_t>(num_panels() * panel_bytes() / 4);
+        scales = reinterpret_cast<float*>(codes + num_panels() * num_tiles * steps * width);
     }
-    int64_t num_panels() const { return divide_up(num_rows, width); }
-    RowGroup rows_of(int64_t panel) const { return RowGroup(num_rows, width, panel); }
-    int32_t* columns(int64_t panel, int64_t tile) const { return codes + (panel * num_tiles + tile) * 16 * width; }
+    int64_t num_panels() const { return groups.count; }
+    int64_t panel_bytes() const { return num_tiles * (steps + 3) * 4 * width; }
+    RowGroup rows_of(int64_t panel) const { return groups[panel]; }
+    int32_t* columns(int64_t panel, int64_t tile) const { return codes + (panel * num_tiles + tile) * steps * width; }
     float* unit(int64_t panel, int64_t tile) const { return scales + (panel * num_tiles + tile) * 3 * width; }
 };
 
@@ -72,6 +78,21 @@ inline void put_integers(const int16_t* numbers, float counted_in, int groups, i
         if (zero) std::memcpy(to, &less, 4);
         else *to = float(sums[group]) * counted_in;
     }
+}
+
+// Likewise 32 columns of eight bits, four of them as nibbles of weights lie (pairs.h): 0, 4, 1, 5 and 2, 6, 3, 7 of eight. The integer, which
+// sums begin with, is two of 16 bits: of columns that are even, and that are not.
+inline void put_fours(const int16_t* numbers, float counted_in, int zero, int width, int32_t* codes, float* unit) {
+    *unit = counted_in;
+    int sums[2] = {};
+    for (int c = 0; c < 32; c++) sums[c % 2] += numbers[c];
+    for (int i = 0; i < 8; i++, codes += width) {
+        const int16_t* from = numbers + i / 2 * 8 + i % 2 * 2;
+        const int8_t four[4] = {int8_t(from[0]), int8_t(from[4]), int8_t(from[1]), int8_t(from[5])};
+        std::memcpy(codes, four, 4);
+    }
+    const int16_t less[2] = {int16_t(-zero * sums[0]), int16_t(-zero * sums[1])};
+    std::memcpy(unit + width, less, 4);
 }
 
 // In eight bits, as int8 weights are chosen (pack.h): into 32 integers.
@@ -160,7 +181,10 @@ inline void fill_panel(const LinearArgs& a, int64_t panel, int groups, int zero,
         float counted_in = most / 127.0f;
         if (in_bytes) to_bytes(x, most > 0 ? 127.0f / most : 0.0f, numbers);
         else counted_in = to_integers(x, numbers);
-        put_integers(numbers, counted_in, groups, zero, out.width, out.columns(panel, t) + place, out.unit(panel, t) + place);
+        int32_t* codes = out.columns(panel, t) + place;
+        float* unit = out.unit(panel, t) + place;
+        if (out.steps == 8) put_fours(numbers, counted_in, zero, out.width, codes, unit);
+        else put_integers(numbers, counted_in, groups, zero, out.width, codes, unit);
     };
 #if defined(__AVX512VNNI__)
     for (int64_t t = 0; t < out.num_tiles && rows.count > 3; t++) {  // fewer take less one by one
@@ -213,8 +237,8 @@ QUIRE_INLINE Words all_words(int word) { return _mm512_set1_epi16(short(word)); 
 QUIRE_INLINE Words less(Words words, int word) { return _mm512_sub_epi16(words, all_words(word)); }
 QUIRE_INLINE Words look_up(__m128i table, Words words) { return _mm512_shuffle_epi8(_mm512_broadcast_i32x4(table), words); }
 // In this register: left to GCC, sums move about, and through memory. Likewise below, and in this order: all products would come before all sums.
-template <bool>
-QUIRE_INLINE void add_pairs(Words& sum, Words weights, Words x) { asm("vpdpwssd %2, %1, %0" : "+v"(sum) : "v"(weights), "v"(x)); }
+template <bool, bool>
+QUIRE_INLINE void add_products(Words& sum, Words weights, Words x) { asm("vpdpwssd %2, %1, %0" : "+v"(sum) : "v"(weights), "v"(x)); }
 #else
 using Words = __m256i;
 constexpr bool multiplies_pairs(Type type) { return weight_format(type).has_pairs; }
@@ -228,9 +252,11 @@ QUIRE_INLINE Words left(Words words, int bits) { return _mm256_slli_epi16(words,
 QUIRE_INLINE Words all_words(int word) { return _mm256_set1_epi16(short(word)); }
 QUIRE_INLINE Words less(Words words, int word) { return _mm256_sub_epi16(words, all_words(word)); }
 QUIRE_INLINE Words look_up(__m128i table, Words words) { return _mm256_shuffle_epi8(_mm256_broadcastsi128_si256(table), words); }
-template <bool kAtOnce>
-QUIRE_INLINE void add_pairs(Words& sum, Words weights, Words x) {
-    if constexpr (kAtOnce) {
+template <bool kAtOnce, bool kFours>
+QUIRE_INLINE void add_products(Words& sum, Words weights, Words x) {
+    if constexpr (kFours) {
+        asm volatile("vpaddw %1, %0, %0" : "+x"(sum) : "x"(_mm256_maddubs_epi16(weights, x)));
+    } else if constexpr (kAtOnce) {
         asm("%{vex%} vpdpwssd %2, %1, %0" : "+x"(sum) : "x"(weights), "x"(x));
     } else {
         asm volatile("vpaddd %1, %0, %0" : "+x"(sum) : "x"(_mm256_madd_epi16(weights, x)));
@@ -244,12 +270,20 @@ QUIRE_INLINE Words two_columns(const int32_t* codes) { return (Words)splat_int(*
 template <Type kType, bool = is_blocks(kType)>
 struct PairedTile;
 
+// What tiles are unless they say otherwise.
+struct PairsOfColumns {
+    static constexpr int kSteps = 16, kGroups = 1, kZero = 0;  // kSteps: pairs
+    static constexpr bool kReady = false;                      // tiles are integers already
+    static constexpr bool kWhole = false;                      // sums are of all columns
+    static constexpr bool kFours = false;                      // not pairs: a `scale` is two integers of 16 bits then
+};
+
 template <Type kType>
-struct PairedTile<kType, true> {
+struct PairedTile<kType, true> : PairsOfColumns {
     static constexpr BlockFormat f = block_format(kType);
     static constexpr int kBytes = f.tile_bytes(), kGroups = f.groups;
     static constexpr int kZero = f.curved ? 127 : f.zero;
-    static constexpr bool kScaled = true, kShifted = f.has_min || f.is_own(), kReady = false;
+    static constexpr bool kScaled = true, kShifted = f.has_min || f.is_own();
     BlockScales<kType, false> scales;
     const uint8_t* tile;
 
@@ -282,15 +316,37 @@ struct PairedTile<kType, true> {
 
 #if !defined(__AVX512VNNI__)
 template <>
-struct PairedTile<Type::i8, false> {
-    static constexpr int kBytes = weight_format(Type::i8).tile_bytes, kGroups = 1, kZero = 0;
-    static constexpr bool kScaled = false, kShifted = false, kReady = false;  // a row's scale waits for the end
+struct PairedTile<Type::i8, false> : PairsOfColumns {
+    static constexpr int kBytes = weight_format(Type::i8).tile_bytes;
+    static constexpr bool kScaled = false, kShifted = false;  // a row's scale waits for the end
     const uint8_t* tile;
 
     QUIRE_ALWAYS void read(const uint8_t* from, int64_t) { tile = from; }
     QUIRE_ALWAYS vf scale(int, int) const { return splat(1); }
     QUIRE_ALWAYS vf shift(int, int) const { return vf{}; }
     QUIRE_ALWAYS Words pair(int part, int p) const { return load_bytes(tile + p * 16, 256, part); }
+};
+
+template <>
+struct PairedTile<Type::w8a8, false> : PairedTile<Type::i8, false> {
+    static constexpr bool kWhole = true;
+};
+
+template <>
+struct PairedTile<Type::w4a8, false> : PairsOfColumns {
+    static constexpr int kBytes = weight_format(Type::w4a8).tile_bytes, kSteps = 8, kZero = 8;
+    static constexpr bool kScaled = true, kShifted = false, kWhole = true, kFours = true;
+    const uint8_t* tile;
+
+    QUIRE_ALWAYS void read(const uint8_t* from, int64_t) { tile = from; }
+    QUIRE_ALWAYS vf scale(int part, int) const {
+        const vi multiple = signed_bytes(tile + 256 + kLanes * part);
+        return (vf)((multiple & 0xffff) | multiple << 16);
+    }
+    QUIRE_ALWAYS vf shift(int, int) const { return vf{}; }
+    QUIRE_ALWAYS Words pair(int part, int p) const {
+        return (Words)((vi)right(load_words(tile + p / 2 * 32, 128, part), p % 2 * 4) & 0x0f0f0f0f);
+    }
 };
 #endif
 
@@ -301,9 +357,9 @@ QUIRE_INLINE Words nibble_pair(const uint8_t* codes, int part, int p) {
 }
 
 template <>
-struct PairedTile<Type::i4, false> {
-    static constexpr int kBytes = weight_format(Type::i4).tile_bytes, kGroups = 1, kZero = 8;
-    static constexpr bool kScaled = true, kShifted = false, kReady = false;
+struct PairedTile<Type::i4, false> : PairsOfColumns {
+    static constexpr int kBytes = weight_format(Type::i4).tile_bytes, kZero = 8;
+    static constexpr bool kScaled = true, kShifted = false;
     const uint8_t* tile;
 
     QUIRE_ALWAYS void read(const uint8_t* from, int64_t) { tile = from; }
@@ -312,23 +368,9 @@ struct PairedTile<Type::i4, false> {
     QUIRE_ALWAYS Words pair(int part, int p) const { return nibble_pair(tile + 32, part, p); }
 };
 
-#if !defined(__AVX512VNNI__)
 template <>
-struct PairedTile<Type::w4a8, false> {
-    static constexpr int kBytes = weight_format(Type::w4a8).tile_bytes, kGroups = 1, kZero = 8;
-    static constexpr bool kScaled = true, kShifted = false, kReady = false;
-    const uint8_t* tile;
-
-    QUIRE_ALWAYS void read(const uint8_t* from, int64_t) { tile = from; }
-    QUIRE_ALWAYS vf scale(int part, int) const { return numbers_of(signed_bytes(tile + 256 + kLanes * part)); }
-    QUIRE_ALWAYS vf shift(int, int) const { return vf{}; }
-    QUIRE_ALWAYS Words pair(int part, int p) const { return nibble_pair(tile, part, p); }
-};
-#endif
-
-template <>
-struct PairedTile<Type::bf16_ints, false> {
-    static constexpr int kBytes = weight_format(Type::bf16_ints).tile_bytes, kGroups = 1, kZero = 0;
+struct PairedTile<Type::bf16_ints, false> : PairsOfColumns {
+    static constexpr int kBytes = weight_format(Type::bf16_ints).tile_bytes;
     static constexpr bool kScaled = true, kShifted = false, kReady = true;
     const uint8_t* tile;
 
@@ -342,13 +384,18 @@ struct PairedTile<Type::bf16_ints, false> {
     }
 };
 
-// Adds to a row's totals those of a group of columns. `unit` is the row's, in a panel of `width`.
+// Adds to a row's totals, integers where they are of all columns, those of a group of columns. `unit` is the row's, in a panel of `width`.
 template <class Tile>
 QUIRE_INLINE vf add_group(vf total, Words sum, vf scale, vf shift, const float* unit, int group, int width) {
+#if !defined(__AVX512VNNI__)
+    if constexpr (Tile::kWhole) return (vf)((vi)total + (vi)(Tile::kFours ? _mm256_madd_epi16(sum, (Words)scale) : sum));
+#endif
     const vf counted_in = splat(*unit);
     total = fused(__builtin_convertvector((vi)sum, vf), Tile::kScaled ? scale * counted_in : counted_in, total);
     return Tile::kShifted ? fused(shift, splat(unit[(1 + group) * width]), total) : total;
 }
+// Integers of all columns as what they mean, a row's scale of weights apart.
+QUIRE_INLINE vf meant(vf sums, float unit) { return __builtin_convertvector((vi)sums, vf) * unit; }
 // What a sum of a few rows' products begins with.
 template <class Tile>
 QUIRE_INLINE Words first_sum(const float* unit, int group, int width) {
@@ -358,7 +405,7 @@ QUIRE_INLINE Words first_sum(const float* unit, int group, int width) {
 // The few rows of a panel, and a block's sixteen rows of weights, over all columns; sums [row][16].
 template <class Tile, int kRows, int kWidth>
 QUIRE_ONE_COPY void few_rows(const Matrix& w, int64_t block, const PairedRows& x, int64_t panel, float* sums) {
-    constexpr int kPairs = 16 / Tile::kGroups;
+    constexpr int kPairs = Tile::kSteps / Tile::kGroups;
     constexpr int kApart = kParts == 1 && kRows < 4 ? (kRows + 3) / kRows : 1;  // sums of a row, added at the end: one product would wait for another
     constexpr int kAhead = 6144, kLines = (Tile::kBytes + 63) / 64;  // to fetch into L2, one by one
     const uint8_t* from = w.tile(block, 0);
@@ -388,7 +435,7 @@ QUIRE_ONE_COPY void few_rows(const Matrix& w, int64_t block, const PairedRows& x
 #pragma GCC unroll 12
                 for (int m = 0; m < kRows; m++) {
                     const Words columns = two_columns(codes + p * kWidth + m);
-                    for (int part = 0; part < kParts; part++) add_pairs<false>(acc[i % kApart][m][part], weights[part], columns);
+                    for (int part = 0; part < kParts; part++) add_products<false, Tile::kFours>(acc[i % kApart][m][part], weights[part], columns);
                 }
             }
 #pragma GCC unroll 12
@@ -402,7 +449,7 @@ QUIRE_ONE_COPY void few_rows(const Matrix& w, int64_t block, const PairedRows& x
         }
     }
     for (int m = 0; m < kRows; m++)
-        for (int part = 0; part < kParts; part++) store(sums + m * 16 + part * kLanes, total[m][part]);
+        for (int part = 0; part < kParts; part++) store(sums + m * 16 + part * kLanes, Tile::kWhole ? meant(total[m][part], x.unit(panel, 0)[m]) : total[m][part]);
 }
 
 // Tiles of a block of weights as the integers that codes mean, in L1, where they are none already, and what belongs to them; of two blocks
@@ -422,8 +469,8 @@ QUIRE_ONE_COPY void expand_panel(const uint8_t* from, int64_t begin, int64_t end
         for (int part = 0; part < kParts; part++) {
             const int at = place + part;
 #pragma GCC unroll 16
-            for (int p = 0; p < 16 && !Tile::kReady; p++) {
-                const Words words = less(tile.pair(part, p), Tile::kZero);  // once for all rows: no sum of theirs has to begin with that
+            for (int p = 0; p < Tile::kSteps && !Tile::kReady; p++) {
+                const Words pair = tile.pair(part, p), words = Tile::kFours ? pair : less(pair, Tile::kZero);  // once for all rows: no sum of theirs has to begin with that
                 std::memcpy(out.codes[at][t - begin][p], &words, sizeof words);
             }
             for (int group = 0; group < Tile::kGroups; group++) {
@@ -440,29 +487,30 @@ struct PanelFetch {
     int64_t step;
     const int32_t* x;  // null where another panel of weights meets these rows next
 
+    template <int kSteps>
     QUIRE_ALWAYS void next() {
         for (int64_t i = 0; i < step; i += 64)
             for (const uint8_t* block : blocks) fetch_soon(block + i);
         for (const uint8_t*& block : blocks) block += step;
         if (kPanelBlocks == 1 && !x) return;
-        for (int64_t i = 0; i < 16 * kPairedRows; i += 16) _mm_prefetch(reinterpret_cast<const char*>(x + i), _MM_HINT_T0);
-        x += 16 * kPairedRows;
+        for (int64_t i = 0; i < kSteps * kPairedRows; i += 16) _mm_prefetch(reinterpret_cast<const char*>(x + i), _MM_HINT_T0);
+        x += kSteps * kPairedRows;
     }
 };
 
 // A panel of weights, whose `vectors` of pairs of columns lie at these places, and kRows rows of one of x: what to add to the sums `before`,
-// which then are `sums`, [row][kPanelVectors * kLanes].
+// which then are `sums`, [row][kPairSums].
 template <class Tile, int kRows, bool kAtOnce>
 QUIRE_ONE_COPY void panel_rows(const WeightPanel& w, const uint8_t* const (&vectors)[2], int64_t num_tiles, const int32_t* codes, const float* unit, PanelFetch fetch,
                                const float* before, float* sums) {
-    constexpr int kPairs = 16 / Tile::kGroups, kApart = Tile::kReady ? 64 : sizeof(Words), kTileBytes = Tile::kReady ? Tile::kBytes : 16 * kApart;
+    constexpr int kPairs = Tile::kSteps / Tile::kGroups, kApart = Tile::kReady ? 64 : sizeof(Words), kTileBytes = Tile::kReady ? Tile::kBytes : 16 * kApart;
     for (int64_t t = 0; t < num_tiles; t++, unit += 3 * kPairedRows) {
         asm volatile("" : : : "memory");  // sums stay where they are: there is no register for them
-        fetch.next();
+        fetch.next<Tile::kSteps>();
         for (int group = 0; group < Tile::kGroups; group++) {
             Words acc[kRows][2];
 #pragma GCC unroll 12
-            for (int m = 0; m < kRows; m++) acc[m][0] = acc[m][1] = (Words)vi{};
+            for (int m = 0; m < kRows; m++) acc[m][0] = acc[m][1] = Tile::kFours ? first_sum<Tile>(unit + m, group, kPairedRows) : (Words)vi{};
             const int64_t at = t * kTileBytes + group * kPairs * kApart;
             for (int p = 0; p < kPairs; p++, codes += kPairedRows) {
                 Words weights[2];
@@ -470,8 +518,8 @@ QUIRE_ONE_COPY void panel_rows(const WeightPanel& w, const uint8_t* const (&vect
 #pragma GCC unroll 12
                 for (int m = 0; m < kRows; m++) {
                     const Words columns = two_columns(codes + m);
-                    add_pairs<kAtOnce>(acc[m][0], weights[0], columns);
-                    add_pairs<kAtOnce>(acc[m][1], weights[1], columns);
+                    add_products<kAtOnce, Tile::kFours>(acc[m][0], weights[0], columns);
+                    add_products<kAtOnce, Tile::kFours>(acc[m][1], weights[1], columns);
                 }
             }
             const float *scale = w.scale[t][group], *shift = w.shift[t][group];
@@ -479,7 +527,7 @@ QUIRE_ONE_COPY void panel_rows(const WeightPanel& w, const uint8_t* const (&vect
             for (int m = 0; m < kRows; m++)
 #pragma GCC unroll 2
                 for (int i = 0; i < 2; i++) {
-                    const int at = (m * 2 + i) * kLanes;
+                    const int64_t at = m * kPairSums + i * kLanes;
                     store(sums + at, add_group<Tile>(load(before + at), acc[m][i], load(scale + i * kLanes), load(shift + i * kLanes), unit + m, group, kPairedRows));
                 }
             before = sums;
@@ -493,11 +541,11 @@ constexpr int few_width(int num_rows) { return num_rows <= 4 ? num_rows : (num_r
 // A pair of blocks of weights, gate and up or neighbours, and the rows of the panels [begin, end) of x. `next`: the pair that comes next.
 template <class Tile>
 inline void multiply_pair(const LinearArgs& a, BlockPair pair, BlockPair next, const PairedRows& x, int64_t begin, int64_t end, WeightPanel* panels, float* sums) {
-    constexpr int64_t kStride = kPanelVectors * kLanes, kFetched = kPanelTiles * Tile::kBytes;
+    constexpr int64_t kFetched = kPanelTiles * Tile::kBytes;
     const Matrix& w = a.weight;
     const int num_panels = kPanelBlocks == 2 ? 1 : 1 + pair.has_second;
-    const int64_t first_row = x.rows_of(begin).first, rows = x.rows_of(end - 1).first + x.rows_of(end - 1).count - first_row;
-    alignas(64) static constexpr float kNone[kPairedRows * kStride] = {};
+    const int64_t first_row = x.rows_of(begin).first;
+    alignas(64) static constexpr float kNone[kPairedRows * kPairSums] = {};
     for (int64_t t = 0; t < x.num_tiles; t += kPanelTiles) {
         const bool is_last = t + kPanelTiles >= x.num_tiles;
         const int64_t last = is_last ? x.num_tiles : t + kPanelTiles, step = round_up(divide_up(kFetched, (end - begin) * (last - t)), 64);
@@ -508,9 +556,9 @@ inline void multiply_pair(const LinearArgs& a, BlockPair pair, BlockPair next, c
         const BlockPair then = is_last ? next : pair;
         for (int64_t panel = begin, fetched = 0; panel < end; panel++, fetched += step * (last - t)) {
             const RowGroup group = x.rows_of(panel);
-            float *first = sums + (group.first - first_row) * kStride, *second = first + rows * kStride;
+            float* pair_sums = sums + (group.first - first_row) * kPairSums;
             for (int i = 0; i < num_panels; i++) {
-                float* to = i ? second : first;
+                float* to = pair_sums + i * 16;
                 const int32_t* next_x = panel + 1 < end ? x.columns(panel + 1, t) : x.columns(begin, is_last ? 0 : last);
                 PanelFetch fetch{{}, fetched < kFetched ? step : 0, i + 1 < num_panels ? nullptr : next_x};
                 for (int b = 0; b < kPanelBlocks; b++) fetch.blocks[b] = w.tile(i + b ? then.second : then.first, is_last ? 0 : last) + fetched;
@@ -520,13 +568,9 @@ inline void multiply_pair(const LinearArgs& a, BlockPair pair, BlockPair next, c
                 });
             }
             if (!is_last) continue;
-            if constexpr (kPanelBlocks == 2) {
-                finish_pair(a, pair, first, group.first, group.count);
-            } else {
-                const bool gated = is_gated(a.epilogue);
-                finish(a, {first, gated ? second : nullptr, 16, 16, pair.first * 16, pair.second * 16, group.first, group.count});
-                if (pair.has_second && !gated) finish(a, {second, nullptr, 16, 16, pair.second * 16, 0, group.first, group.count});
-            }
+            for (int64_t m = 0; m < group.count && Tile::kWhole; m++)
+                for (float* sum = pair_sums + m * kPairSums; sum < pair_sums + (m + 1) * kPairSums; sum += kLanes) store(sum, meant(load(sum), x.unit(panel, 0)[m]));
+            finish_pair(a, pair, pair_sums, group.first, group.count);
         }
     }
 }
@@ -537,7 +581,7 @@ void linear_paired(const LinearArgs& a, Context& context) {
     const int width = !few ? kPairedRows : kParts == 1 ? few_width(int(a.num_rows)) : kFewPaired;
     // One panel each thread makes for itself: to wait for one that does, and to get it from there, takes longer.
     const bool own = few && a.num_rows <= width && a.out != a.x;
-    const PairedRows x(a, width, context.shared);
+    const PairedRows x(a, width, Tile::kSteps, context.shared);
     auto fill = [&](const PairedRows& rows, int64_t panel) { fill_panel(a, panel, Tile::kGroups, Tile::kZero, rows); };
     if (!own) context.pool.run(x.num_panels(), [&](int64_t panel, int) { fill(x, panel); });
     const Matrix& w = a.weight;
@@ -547,7 +591,7 @@ void linear_paired(const LinearArgs& a, Context& context) {
         context.pool.run_parts(count, [&](ThreadPool::Tasks& tasks, int thread) {
             int64_t block;
             if (!tasks.take(block)) return;
-            const PairedRows rows = own ? PairedRows(a, width, context.thread_scratch2[thread]) : x;
+            const PairedRows rows = own ? PairedRows(a, width, Tile::kSteps, context.thread_scratch2[thread]) : x;
             if (own) fill(rows, 0);
             alignas(64) float sums[2][kParts * kFewPaired * 16];
             do {
@@ -566,13 +610,13 @@ void linear_paired(const LinearArgs& a, Context& context) {
     }
     // Two blocks share rows of x in L1, or in registers; a task's blocks share some panels of them in L2.
     const BlockPairs pairs(a);
-    const int64_t all = x.num_panels(), panel_bytes = x.num_tiles * (16 + 3) * 4 * width, parts = divide_up(all * panel_bytes, context.cache / 2);
+    const int64_t all = x.num_panels(), parts = divide_up(all * x.panel_bytes(), context.cache / 2);
     // Of long rows so few stay there that to expand weights for them alone takes longer than to fetch more of them again.
     const int64_t share = Tile::kReady ? parts : std::min(parts, divide_up(all, kSharingPanels));
     const int64_t window = divide_up(all, share), group = pairs.count / (4 * context.pool.size());
     const EvenTasks all_tasks(pairs.count, share == 1 || group < 1 ? 1 : group, context.pool.size());
     context.pool.run_parts(all_tasks.count, [&](ThreadPool::Tasks& tasks, int thread) {
-        float* sums = context.thread_scratch2[thread].get<float>(2 * window * width * 16);
+        float* sums = context.thread_scratch2[thread].get<float>(window * width * kPairSums);
         WeightPanel* panels = context.thread_scratch[thread].get<WeightPanel>(2);
         for (int64_t task; tasks.take(task);)
             for (int64_t begin = 0; begin < all; begin += window)
@@ -586,7 +630,8 @@ inline void linear_pairs(const LinearArgs& a, Context& context) {
     if (a.num_rows == 0) return;
     if (a.weight.type == Type::bf16_ints) return linear_paired<PairedTile<Type::bf16_ints>>(a, context);
 #if !defined(__AVX512VNNI__)
-    if (a.weight.type == Type::i8 || a.weight.type == Type::w8a8) return linear_paired<PairedTile<Type::i8>>(a, context);
+    if (a.weight.type == Type::i8) return linear_paired<PairedTile<Type::i8>>(a, context);
+    if (a.weight.type == Type::w8a8) return linear_paired<PairedTile<Type::w8a8>>(a, context);
     if (a.weight.type == Type::w4a8) return linear_paired<PairedTile<Type::w4a8>>(a, context);
 #endif
     if (a.weight.type == Type::i4) return linear_paired<PairedTile<Type::i4>>(a, context);

@@ -30,6 +30,7 @@ from unpacking import unpacked
 
 from quire import ops
 from quire.ops.native.builder import ProgramBuilder, recorded
+from quire.ops.native.matrix import weight_order
 from quire.ops.native.structs import GATED, Epilogue, Type
 from quire.quantization.coded import quantize_int8, quantize_w4a8
 
@@ -209,18 +210,20 @@ def test_threads_share_a_product_out(level: str, type: Type, features: int) -> N
 
 @pytest.mark.parametrize("type", IN_BYTES)
 def test_products_of_integers_are_the_twins(level: str, type: Type) -> None:
-    """Bit for bit, of whole rows of the largest codes, too, of either sign: no sum of theirs leaves its bits."""
+    """Bit for bit, also in the level's own order, and of rows of the largest codes of either sign."""
     dense, x = draw(53, 2100), draw(130, 2100, dtype=torch.bfloat16, seed=1)
     dense[:17], dense[17:34], x[::3], x[1::3] = 3.0, -3.0, 5.0, -5.0
+    dense[34:36, ::2], dense[34:36, 1::2], x[1::12, ::32], x[4::12, :1050] = 3.0, -3.0, 5.0, 5.0
     codes, scales = (quantize_w4a8 if type is Type.W4A8 else quantize_int8)(dense)
     assert codes.abs().amax() == (120 if type is Type.W4A8 else 127)
     integers, own_scales = in_integers(x, type)
     high = (integers + 128) >> 8 if type is Type.W8A16 else torch.zeros_like(integers)  # bytes have sums of their own
     sums = [(part.double() @ codes.double().t()).float() for part in (high, integers - 256 * high)]
     expected = (sums[0] * 256.0 + sums[1]) * own_scales * scales.t()
-    product = Product(packed(dense, type), torch.bfloat16, out_dtype=torch.float32)
-    for rows in (*range(1, 26), 40, 96, 97, 130):
-        assert torch.equal(product(x[:rows]), expected[:rows]), rows
+    for paired in {False, weight_order(level, type)[:2] == (type, True)}:
+        product = Product(packed(dense, type, paired), torch.bfloat16, out_dtype=torch.float32)
+        for rows in (*range(1, 26), 40, 96, 97, 130):
+            assert torch.equal(product(x[:rows]), expected[:rows]), (paired, rows)
 
 
 @pytest.mark.parametrize("rows", [1, 5, 20, 40])
