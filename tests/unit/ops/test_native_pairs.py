@@ -69,7 +69,13 @@ def exact_int4(dense: Tensor) -> Tensor:
 
 def test_how_levels_like_to_have_weights() -> None:
     wanted = {
-        "avx2": {Type.BF16: (Type.BF16_INTS, True, 0), Type.I8: (Type.I8, True, 0), Type.W4A8: (Type.W4A8, True, 1)},
+        "avx2": {
+            Type.BF16: (Type.BF16_INTS, True, 0),
+            Type.I8: (Type.I8, True, 0),
+            Type.Q4_K: (Type.Q4_K, True, 0),
+            Type.W8A8: (Type.W8A8, True, 0),
+            Type.W4A8: (Type.W4A8, True, 1),
+        },
         "avx512_vnni": {Type.BF16: (Type.BF16_INTS, True, 2), Type.I8: (Type.W8A16, False, 2)},
         "avx512_bf16": {Type.I8: (Type.W8A16, False, 2), Type.I4: (Type.I4, True, 2), Type.W4A8: (Type.W4A8, False, 1)},
         "amx": {Type.BF16: (Type.BF16, False, 0), Type.W8A8: (Type.W8A8, False, 1), Type.Q4_K: (Type.Q4_K, False, 0)},
