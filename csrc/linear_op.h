@@ -34,8 +34,7 @@ inline WeightOrder order_of(Type type) {
 #endif
 #if defined(__AVX2__) && !defined(__AMX_BF16__)
     if (type == Type::bf16) return {Type::bf16_ints, 1, kPairBytes};
-    if (type == Type::w4a8 && multiplies_pairs(type)) return {type, 1, bytes_of_x(type)};  // as fours of bytes
-    if (multiplies_pairs(type)) return {type, 1, kPairBytes};
+    if (multiplies_pairs(type)) return {type, 1, type == Type::w4a8 ? bytes_of_x(type) : kPairBytes};  // w4a8: fours of bytes
 #endif
     return {type, 0, bytes_of_x(type)};
 }

@@ -1,4 +1,4 @@
-// Linear layers of pairs of integers: on AVX2, where neither bf16 nor bytes can be multiplied, whatever the weights are kept as; with
+// Linear layers of pairs of integers: on AVX2, where neither bf16 nor bytes and bytes can be multiplied, whatever the weights are kept as; with
 // AVX512_VNNI codes that have scales for some columns, and bf16 where the CPU can't multiply that, or not as fast (order_of in
 // linear_op.h). VPMADDWD and VPDPWSSD multiply twice as many as floats are multiplied.
 //

@@ -1,6 +1,6 @@
 // Weights of w4a8 are integers of eight bits, a code times the multiple of its 32 columns: in -120..120 (pack.h). Two ways lead to the
 // same sums, which are exact: many rows of x meet those integers, made once for all of them; few meet the codes, and 32 columns' sums the
-// multiple.
+// multiple. On AVX2 all meet the codes (linear_pairs.h).
 #pragma once
 
 #if defined(__AVX2__)
