@@ -69,6 +69,19 @@ constexpr int kRowsAtOnce = 6;  // of queries, that share what is read of a chun
 constexpr int vectors_at_once(int rows) { return rows > 4 ? 2 : 8 / rows; }  // sums in registers then: enough to hide what adding takes
 
 constexpr int64_t kFetched = 8;  // features of keys, or values, for which is fetched at a time
+constexpr bool bound_by_products(int rows) { return rows > 4; }  // and not by memory; their sums take all registers of AVX2
+// Of features, or keys, that are met in one go: a loop around each takes a third as long as its products do.
+constexpr int met_together(int rows) { return bound_by_products(rows) ? 4 : 1; }
+
+// In this register, and in this order: left to GCC, which has but 16 of them on AVX2, sums move about, and through memory.
+template <int kRows>
+QUIRE_INLINE void add_product(vf& sum, vf a, vf b) {
+#if defined(__AVX2__) && !defined(__AVX512F__)
+    if (bound_by_products(kRows)) asm volatile("vfmadd231ps %2, %1, %0" : "+x"(sum) : "x"(a), "x"(b));
+    else
+#endif
+        sum += a * b;
+}
 
 // Where a vector's keys of a chunk lie, a feature after the other so far apart, and of i8 their scales.
 template <class T>
@@ -89,7 +102,7 @@ QUIRE_INLINE vf load_scaled(const T* p, const Scale& scale) {
 // is null where keys are gathered.
 template <int kRows, class T>
 QUIRE_ONE_COPY void score_keys(const float* query, const ChunkKeys<T>& keys, int64_t dim, int64_t begin, int64_t end, CacheAhead<T>* ahead, float* scores) {
-    constexpr int kWide = std::min<int>(vectors_at_once(kRows), kChunk / kLanes);
+    constexpr int kWide = std::min<int>(vectors_at_once(kRows), kChunk / kLanes), kTogether = met_together(kRows);
     for (int64_t first = begin / (kWide * kLanes) * kWide; first * kLanes < end; first += kWide) {
         vf acc[kRows][kWide] = {};
         const T* from[kWide];
@@ -98,12 +111,18 @@ QUIRE_ONE_COPY void score_keys(const float* query, const ChunkKeys<T>& keys, int
             from[j] = keys.vectors[first + j];
             if (sizeof(T) == 1) scales[j] = load(keys.scales[first + j]);
         }
-        for (int64_t d = 0, stride = keys.stride; d < dim; d++) {
+        for (int64_t d = 0, stride = keys.stride; d < dim; d += kTogether) {
             if (ahead && d % kFetched == 0) ahead->fetch(kFetched * kWide * kLanes * int64_t(sizeof(T)));
-            vf key[kWide];
-            for (int j = 0; j < kWide; j++) key[j] = load_scaled(from[j], scales[j]), from[j] += stride;
-            for (int r = 0; r < kRows; r++)
-                for (int j = 0; j < kWide; j++) acc[r][j] += query[r * dim + d] * key[j];
+#pragma GCC unroll 4
+            for (int next = 0; next < kTogether; next++) {
+                vf key[kWide];
+#pragma GCC unroll 8
+                for (int j = 0; j < kWide; j++) key[j] = load_scaled(from[j], scales[j]), from[j] += stride;
+#pragma GCC unroll 8
+                for (int r = 0; r < kRows; r++)
+#pragma GCC unroll 8
+                    for (int j = 0; j < kWide; j++) add_product<kRows>(acc[r][j], splat(query[r * dim + d + next]), key[j]);
+            }
         }
         for (int r = 0; r < kRows; r++)
             for (int j = 0; j < kWide; j++) store(scores + r * kChunk + (first + j) * kLanes, acc[r][j]);
@@ -135,24 +154,43 @@ QUIRE_ONE_COPY inline void weigh_keys(float* scores, int64_t dim, int64_t first_
     for (int64_t d = 0; d < dim; d += kLanes) store(weighted + d, load(weighted + d) * decay);
 }
 
-// Adds the values of keys [begin, end) to the sums of some rows, all of which see them.
+// Adds the values of keys [begin, end), kKeys at a time, to so many vectors of the sums of some rows, all of which see them.
+template <int kRows, int kWide, int kKeys, class T>
+QUIRE_ONE_COPY void add_features(const float* weights, const T* values, const float* scales, int64_t dim, int64_t begin, int64_t end, CacheAhead<T>* ahead, float* weighted) {
+    vf acc[kRows][kWide];
+#pragma GCC unroll 8
+    for (int r = 0; r < kRows; r++)
+#pragma GCC unroll 8
+        for (int j = 0; j < kWide; j++) acc[r][j] = load(weighted + r * dim + j * kLanes);
+    const T* from = values + begin * dim;
+    for (int64_t i = begin; i < end; i += kKeys) {
+        if (ahead && i % kFetched == 0) ahead->fetch(kFetched * kWide * kLanes * int64_t(sizeof(T)));
+#pragma GCC unroll 4
+        for (int next = 0; next < kKeys; next++, from += dim) {
+            vf value[kWide];
+#pragma GCC unroll 8
+            for (int j = 0; j < kWide; j++) value[j] = load_scaled(from + j * kLanes, sizeof(T) == 1 ? scales[i + next] : 1.0f);
+#pragma GCC unroll 8
+            for (int r = 0; r < kRows; r++)
+#pragma GCC unroll 8
+                for (int j = 0; j < kWide; j++) add_product<kRows>(acc[r][j], splat(weights[r * kChunk + i + next]), value[j]);
+        }
+    }
+#pragma GCC unroll 8
+    for (int r = 0; r < kRows; r++)
+#pragma GCC unroll 8
+        for (int j = 0; j < kWide; j++) store(weighted + r * dim + j * kLanes, acc[r][j]);
+}
+
 template <int kRows, class T>
-QUIRE_ONE_COPY void add_values(const float* weights, const T* values, const float* scales, int64_t dim, int64_t begin, int64_t end, CacheAhead<T>* ahead, float* weighted) {
-    constexpr int kWide = vectors_at_once(kRows);
+void add_values(const float* weights, const T* values, const float* scales, int64_t dim, int64_t begin, int64_t end, CacheAhead<T>* ahead, float* weighted) {
+    constexpr int kWide = vectors_at_once(kRows), kTogether = met_together(kRows);
+    const int64_t first = std::min(end, round_up(begin, kTogether)), last = std::max(first, end / kTogether * kTogether);
     for (int64_t d = 0; d < dim; d += kWide * kLanes)
         with_rows<kWide>((dim - d) / kLanes, [&](auto n) {
-            vf acc[kRows][n];
-            for (int r = 0; r < kRows; r++)
-                for (int j = 0; j < n; j++) acc[r][j] = load(weighted + r * dim + d + j * kLanes);
-            for (int64_t i = begin; i < end; i++) {
-                if (ahead && i % kFetched == 0) ahead->fetch(kFetched * n * kLanes * int64_t(sizeof(T)));
-                vf value[n];
-                for (int j = 0; j < n; j++) value[j] = load_scaled(values + i * dim + d + j * kLanes, sizeof(T) == 1 ? scales[i] : 1.0f);
-                for (int r = 0; r < kRows; r++)
-                    for (int j = 0; j < n; j++) acc[r][j] += weights[r * kChunk + i] * value[j];
-            }
-            for (int r = 0; r < kRows; r++)
-                for (int j = 0; j < n; j++) store(weighted + r * dim + d + j * kLanes, acc[r][j]);
+            if (begin < first) add_features<kRows, n, 1>(weights, values + d, scales, dim, begin, first, ahead, weighted + d);
+            if (first < last) add_features<kRows, n, kTogether>(weights, values + d, scales, dim, first, last, ahead, weighted + d);
+            if (last < end) add_features<kRows, n, 1>(weights, values + d, scales, dim, last, end, ahead, weighted + d);
         });
 }
 
