@@ -29,8 +29,8 @@ _SWAP_SPACE_FOR_DISK = 1.0  # GiB, where nothing else is said
 _Method = Literal[MadeMethod, KeptMethod, "gguf"]
 _Kernels = Literal["auto", "amx", "avx512_bf16", "avx512_vnni", "avx2", "neon_bf16", "neon_dot", "portable", "torch"]
 MAX_LORA_RANK = 256
-_OF_MODEL = ("dtype", "max_model_len", "revision", "seed", "hf_overrides", "load_format", "download_dir")  # its options
-_OF_MODEL += ("generation_config",)
+_OF_MODEL = ("dtype", "device", "max_model_len", "revision", "seed", "hf_overrides", "load_format", "download_dir")
+_OF_MODEL += ("generation_config",)  # its options
 
 
 @dataclass(frozen=True)
@@ -53,7 +53,8 @@ class EngineArgs:
     trust_remote_code: bool = option(False)
     """Accepted and without effect: code shipped with a model is never run."""
     dtype: str = option("auto")
-    """Weights and activations: auto (the checkpoint's), float32, bfloat16, float16."""
+    """Weights and activations: auto (the checkpoint's; on a CPU bfloat16 for float16, which has no compiled kernels),
+    float32, bfloat16, float16."""
     quantization: _Method | None = option(None, short="-q")
     """Weight quantization made at load time: 'int8' (a scale per row) or 'int4' (one per 32 weights of a row), or
     'w8a8' (int8, and activations in eight bits with a scale per token: twice the speed of long prompts), or 'w4a8'

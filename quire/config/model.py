@@ -56,6 +56,7 @@ class ModelConfig:
         model: str | Path,
         *,
         dtype: str = "auto",
+        device: str = "auto",
         max_model_len: int | None = None,
         revision: str | None = None,
         seed: int = 0,
@@ -68,8 +69,10 @@ class ModelConfig:
 
         Args:
             model: a local directory or .gguf file, a hub id, a hub id:file.gguf, "demo" or "demo-draft".
-            dtype: "auto" takes the checkpoint's own dtype (float32 where it names none) and never narrows it; a
-                float32 checkpoint runs in half the memory with "bfloat16" or "half".
+            dtype: "auto" takes the checkpoint's own dtype (float32 where it names none); but bfloat16 for float16 where
+                that has no kernels: on a CPU, and for quantized weights. A float32 checkpoint runs in half the memory
+                with "bfloat16".
+            device: as `EngineArgs.device`.
             max_model_len: tokens of prompt + output; at most, and by default, what the position encoding supports.
             hf_overrides: keys of config.json to replace before it is read.
             generation_config: as `EngineArgs.generation_config`; what ends a text there does so besides the model's.
@@ -97,7 +100,7 @@ class ModelConfig:
             architecture=reader.architecture,
             model_type=reader.model_type,
             hf_config=config,
-            dtype=_resolve_dtype(dtype, reader),
+            dtype=_resolve_dtype(dtype, device, reader),
             **shapes,
             rope_parameters=rope,
             window_rope_parameters=window_rope,
@@ -121,17 +124,16 @@ def _check_overrides(hf_overrides: dict[str, Any] | None) -> None:
         ) from error
 
 
-def _resolve_dtype(requested: str, reader: ConfigReader) -> str:
-    """The dtype to run in: the user's, or for "auto" the checkpoint's."""
-    if requested != "auto":
-        if requested not in _DTYPES:
-            raise ConfigError(f"dtype must be one of auto, {', '.join(_DTYPES)}; got {requested!r}.")
-        return _DTYPES[requested]
-    named = reader.get("dtype", "torch_dtype", default="float32")
+def _resolve_dtype(requested: str, device: str, reader: ConfigReader) -> str:
+    """The dtype to run in: the user's, or for "auto" the checkpoint's, if there are kernels for that."""
+    if requested not in ("auto", *_DTYPES):
+        raise ConfigError(f"dtype must be one of auto, {', '.join(_DTYPES)}; got {requested!r}.")
+    named = reader.get("dtype", "torch_dtype", default="float32") if requested == "auto" else requested
     if (resolved := _DTYPES.get(str(named).removeprefix("torch."))) is None:
         raise ConfigError(f"The checkpoint's dtype {named!r} is not supported: choose one with dtype, e.g. 'bfloat16'.")
-    if resolved == "float16" and reader.config.get("quantization_config"):
-        logger.info("quantized weights named float16 run in bfloat16, for which there are kernels; see dtype")
+    on_gpu = device == "cuda" or (device == "auto" and os.path.exists("/dev/nvidiactl"))
+    if requested == "auto" and resolved == "float16" and (not on_gpu or reader.config.get("quantization_config")):
+        logger.info("float16 weights run in bfloat16, for which there are kernels; see dtype")
         return "bfloat16"
     return resolved
 

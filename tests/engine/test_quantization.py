@@ -1,11 +1,14 @@
 """Weights and KV cache in few bits, end to end: what they cost in quality on text that the model was not trained on."""
 
+import json
 import math
+import shutil
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 import quire.worker.runner
@@ -138,6 +141,23 @@ def test_refusals(options: dict[str, str], message: str) -> None:
     with pytest.raises(ConfigError, match=message) as caught:
         LLM("demo", show_progress=False, **options)
     assert isinstance(caught.value, QuireError)
+
+
+def test_a_float16_checkpoint_runs_on_the_kernels(tmp_path: Path) -> None:
+    params = SamplingParams(temperature=0, max_tokens=8, logprobs=1)
+    demo = LLM("demo", show_progress=False, kv_cache_dtype="int8")
+    source, path = demo.llm_engine.config.model.path, tmp_path / "half"
+    shutil.copytree(source, path)
+    config = json.loads((source / "config.json").read_text()) | {"dtype": "float16", "torch_dtype": "float16"}
+    (path / "config.json").write_text(json.dumps(config))
+    weights = load_file(source / "model.safetensors")
+    save_file({name: tensor.half() for name, tensor in weights.items()}, path / "model.safetensors")
+    # An int8 cache is refused without the kernels.
+    half = LLM(str(path), show_progress=False, kv_cache_dtype="int8")
+    assert half.llm_engine.config.model.dtype == "bfloat16"
+    expected, got = (llm.generate("The sea", params, use_tqdm=False)[0].outputs[0] for llm in (demo, half))
+    assert got.token_ids == expected.token_ids
+    assert got.cumulative_logprob == pytest.approx(expected.cumulative_logprob, abs=1e-3)  # float16 lacks the smallest
 
 
 def test_float16_runs_on_torch_by_itself() -> None:

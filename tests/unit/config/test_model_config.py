@@ -2,6 +2,7 @@
 
 import json
 import logging
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -88,7 +89,7 @@ def test_explicit_head_dim_and_qwen3_default(tmp_path: Path) -> None:
 def test_modern_rope_parameters_and_dtype(tmp_path: Path) -> None:
     config = {key: value for key, value in LLAMA.items() if key != "torch_dtype"}
     rope = {"rope_type": "llama3", "rope_theta": 5e5, "factor": 8.0, "original_max_position_embeddings": 64}
-    read = load(tmp_path, config | {"dtype": "float16", "rope_parameters": rope})
+    read = load(tmp_path, config | {"dtype": "float16", "rope_parameters": rope}, device="cuda")
     assert read.rope_parameters == rope
     assert read.dtype == "float16"
     assert read.derived_max_model_len == 256  # llama3's max_position_embeddings is the scaled length
@@ -150,8 +151,28 @@ def test_dtype_errors(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="'float64' is not supported"):
         load(tmp_path, LLAMA | {"torch_dtype": "float64"})
     assert load(tmp_path, LLAMA | {"torch_dtype": "float64"}, dtype="half").dtype == "float16"
-    assert load(tmp_path, LLAMA | {"torch_dtype": "torch.float16"}).dtype == "float16"
+    assert load(tmp_path, LLAMA | {"torch_dtype": "torch.float16"}, device="cuda").dtype == "float16"
     assert load(tmp_path, LLAMA | {"torch_dtype": None}).dtype == "float32"
+
+
+@pytest.mark.parametrize(
+    ("device", "has_driver", "asked", "resolved"),
+    [
+        ("auto", False, "auto", "bfloat16"),
+        ("cpu", True, "auto", "bfloat16"),
+        ("auto", True, "auto", "float16"),
+        ("cuda", False, "auto", "float16"),
+        ("cpu", False, "float16", "float16"),
+    ],
+)
+def test_float16_stays_where_it_has_kernels_or_is_asked_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, device: str, has_driver: bool, asked: str, resolved: str
+) -> None:
+    exists = os.path.exists
+    monkeypatch.setattr(os.path, "exists", lambda path: has_driver if path == "/dev/nvidiactl" else exists(path))
+    write(tmp_path, LLAMA | {"torch_dtype": "float16"})
+    assert ModelConfig.from_pretrained(tmp_path, dtype=asked, device=device).dtype == resolved
+    assert EngineArgs(str(tmp_path), dtype=asked, device=device).resolve().model.dtype == resolved  # pyright: ignore[reportArgumentType]
 
 
 def test_max_model_len(tmp_path: Path) -> None:

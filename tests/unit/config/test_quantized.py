@@ -53,7 +53,8 @@ def test_methods_are_recognized(tmp_path: Path, stated: dict[str, Any] | None, f
     path = write(tmp_path, stated, file)
     config = EngineArgs(path).resolve()
     assert config.quantization == method
-    assert config.model.dtype == ("float16" if method is None else "bfloat16")
+    on_gpu = ModelConfig.from_pretrained(path, device="cuda")
+    assert (config.model.dtype, on_gpu.dtype) == ("bfloat16", "float16" if method is None else "bfloat16")
     assert ModelConfig.from_pretrained(path, dtype="float16").dtype == "float16"
     if method is not None:
         assert EngineArgs(path, quantization=method).resolve().quantization == method  # pyright: ignore[reportArgumentType]
