@@ -80,7 +80,7 @@ test-asan: .venv/dev.stamp build/asan/build.ninja
 	@cxx=$$(sed -n 's/^CMAKE_CXX_COMPILER:[A-Z]*=//p' build/asan/CMakeCache.txt); preload=; \
 	for name in libasan.so libubsan.so libstdc++.so.6; do preload="$$preload $$($$cxx -print-file-name=$$name)"; done; \
 	LD_PRELOAD="$$preload" ASAN_OPTIONS=detect_leaks=0 UBSAN_OPTIONS=halt_on_error=1:print_stacktrace=1 \
-	    QUIRE_NATIVE_LIBRARY=$(CURDIR)/build/asan/_kernels.so $(PY) -m pytest --capture=sys \
+	    QUIRE_NATIVE_LIBRARY=$(CURDIR)/build/asan/_kernels.so $(PYTEST) --capture=sys \
 	    tests/unit/*/test_native*.py tests/unit/attention/test_trees.py tests/engine/test_draft_rounds.py
 
 # The level that this CPU may lack, by tiles in plain C++; it needs AVX-512 all the same.
