@@ -152,7 +152,7 @@ def native_model(llm: "LLM") -> "CompiledModel":
     executor = llm.llm_engine.executor
     model = executor.worker.runner.model if isinstance(executor, InProcessExecutor) else None
     if not isinstance(model, CompiledModel):
-        remedy = "leave out other devices, ranks and kernels=torch"
+        remedy = "leave out other devices, ranks, float16 and kernels=torch"
         raise ConfigError(f"quire bench step times compiled kernels in this process: {remedy}.")
     return model
 
