@@ -22,7 +22,7 @@ class Keeper:
 
     def __init__(self, config: WorkerConfig) -> None:
         self._first = self._config = config
-        self._worker = Worker(config)
+        self._num_frozen, self._worker = gc.get_freeze_count(), Worker(config)
         self._place = self._worker.place
 
     @property
@@ -80,10 +80,10 @@ class Keeper:
     def _drop(self) -> None:
         self.close()
         self._worker = None
-        was_frozen = gc.get_freeze_count() > 0  # by whoever serves a rank
-        gc.unfreeze()
         gc.collect()
-        self._place.device.available_bytes()  # a GPU's looks for it in the allocator, too
-        if was_frozen:
+        if gc.get_freeze_count() > self._num_frozen:  # whoever serves a rank froze what it had, the worker too
+            gc.unfreeze()
+            gc.collect()
             gc.freeze()
+        self._place.device.available_bytes()  # a GPU's looks for it in the allocator, too
         ctypes.CDLL(None).malloc_trim(0)
