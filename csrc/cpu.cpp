@@ -62,7 +62,7 @@ std::vector<const Kernels*> supported_levels() {
     bool avx512 = __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
                   __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512vnni") &&
                   __builtin_cpu_supports("fma") && has_f16c();  // without VNNI, pairs of integers in 256 bits are faster than floats in 512
-    const bool pairs = avx512 && __builtin_cpu_supports("avx512bf16");
+    [[maybe_unused]] const bool pairs = avx512 && __builtin_cpu_supports("avx512bf16");
 #if defined(QUIRE_HAVE_AMX)
     if (pairs && __builtin_cpu_supports("avx512vbmi") && amx_granted())
         found.push_back(&kAmxKernels);
@@ -70,7 +70,9 @@ std::vector<const Kernels*> supported_levels() {
 #if defined(QUIRE_HAVE_AVX512_BF16)
     if (pairs) found.push_back(&kAvx512Bf16Kernels);
 #endif
+#if defined(QUIRE_HAVE_AVX512_VNNI)
     if (avx512) found.push_back(&kAvx512VnniKernels);
+#endif
     if (__builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && has_f16c()) found.push_back(&kAvx2Kernels);
 #elif defined(QUIRE_HAVE_NEON)
     if (has_dot() && has_bf16()) found.push_back(&kNeonBf16Kernels);
