@@ -24,7 +24,7 @@ bool has_f16c() {
 #if defined(QUIRE_EMULATE_AMX)
 bool amx_granted() { return true; }
 #elif defined(__x86_64__)
-bool amx_granted() {
+[[maybe_unused]] bool amx_granted() {
     unsigned a, b, c, d;
     if (!__get_cpuid_count(7, 0, &a, &b, &c, &d)) return false;
     bool bf16 = d >> 22 & 1, tile = d >> 24 & 1, int8 = d >> 25 & 1;
