@@ -69,18 +69,20 @@ constexpr int kRowsAtOnce = 6;  // of queries, that share what is read of a chun
 constexpr int vectors_at_once(int rows) { return rows > 4 ? 2 : 8 / rows; }  // sums in registers then: enough to hide what adding takes
 
 constexpr int64_t kFetched = 8;  // features of keys, or values, for which is fetched at a time
-constexpr bool bound_by_products(int rows) { return rows > 4; }  // and not by memory; their sums take all registers of AVX2
-// Of features, or keys, that are met in one go: a loop around each takes a third as long as its products do.
-constexpr int met_together(int rows) { return bound_by_products(rows) ? 4 : 1; }
 
-// In this register, and in this order: left to GCC, which has but 16 of them on AVX2, sums move about, and through memory.
+// Whether the sums of so many rows take all registers there are. Where they do on AVX2, GCC moves sums about, and through memory, if it is left to
+// it; and the loop around each feature, or key, takes a third as long as its products do, so some are met in one go.
+#if defined(__AVX2__) && !defined(__AVX512F__)
+constexpr bool takes_registers(int rows) { return rows > 4; }
+#else
+constexpr bool takes_registers(int) { return false; }
+#endif
+constexpr int met_together(int rows) { return takes_registers(rows) ? 4 : 1; }
+
 template <int kRows>
 QUIRE_INLINE void add_product(vf& sum, vf a, vf b) {
-#if defined(__AVX2__) && !defined(__AVX512F__)
-    if (bound_by_products(kRows)) asm volatile("vfmadd231ps %2, %1, %0" : "+x"(sum) : "x"(a), "x"(b));
-    else
-#endif
-        sum += a * b;
+    if constexpr (takes_registers(kRows)) asm volatile("vfmadd231ps %2, %1, %0" : "+x"(sum) : "x"(a), "x"(b));  // in this one, and in this order
+    else sum += a * b;
 }
 
 // Where a vector's keys of a chunk lie, a feature after the other so far apart, and of i8 their scales.
