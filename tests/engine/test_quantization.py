@@ -145,7 +145,7 @@ def test_refusals(options: dict[str, str], message: str) -> None:
 
 def test_a_float16_checkpoint_runs_on_the_kernels(tmp_path: Path) -> None:
     params = SamplingParams(temperature=0, max_tokens=8, logprobs=1)
-    demo = LLM("demo", show_progress=False, kv_cache_dtype="int8")
+    demo = LLM("demo", show_progress=False, device="cpu", kv_cache_dtype="int8")
     source, path = demo.llm_engine.config.model.path, tmp_path / "half"
     shutil.copytree(source, path)
     config = json.loads((source / "config.json").read_text()) | {"dtype": "float16", "torch_dtype": "float16"}
@@ -153,7 +153,7 @@ def test_a_float16_checkpoint_runs_on_the_kernels(tmp_path: Path) -> None:
     weights = load_file(source / "model.safetensors")
     save_file({name: tensor.half() for name, tensor in weights.items()}, path / "model.safetensors")
     # An int8 cache is refused without the kernels.
-    half = LLM(str(path), show_progress=False, kv_cache_dtype="int8")
+    half = LLM(str(path), show_progress=False, device="cpu", kv_cache_dtype="int8")
     assert half.llm_engine.config.model.dtype == "bfloat16"
     expected, got = (llm.generate("The sea", params, use_tqdm=False)[0].outputs[0] for llm in (demo, half))
     assert got.token_ids == expected.token_ids

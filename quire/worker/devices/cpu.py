@@ -59,7 +59,7 @@ class CpuDevice(Device):
             self.clock = lambda: group.agree(time.perf_counter())
         self.kernels = choose_level(config.kernels)
         if self.kernels != TORCH and self.dtype not in (torch.float32, torch.bfloat16):
-            logger.warning("no compiled kernels for %s: plain torch, many times slower than auto", config.model.dtype)
+            logger.warning("no compiled kernels for %s: plain torch, far slower than bfloat16", config.model.dtype)
             self.kernels = TORCH
         self.packs_weights = self.kernels != TORCH
         if config.kv_cache_dtype == "int8" and not self.packs_weights:

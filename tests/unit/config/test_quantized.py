@@ -51,7 +51,7 @@ def write(path: Path, stated: dict[str, Any] | None, file: str = "") -> str:
 )
 def test_methods_are_recognized(tmp_path: Path, stated: dict[str, Any] | None, file: str, method: str | None) -> None:
     path = write(tmp_path, stated, file)
-    config = EngineArgs(path).resolve()
+    config = EngineArgs(path, device="cpu").resolve()
     assert config.quantization == method
     on_gpu = ModelConfig.from_pretrained(path, device="cuda")
     assert (config.model.dtype, on_gpu.dtype) == ("bfloat16", "float16" if method is None else "bfloat16")
