@@ -1,8 +1,8 @@
 """The model families that have an implementation: one line each, and what their config.json leaves unsaid.
 
 `quire.config.model` reads shapes and windows by it, `quire.text.files` the tokenizer's class, `quire.models.registry`
-finds the builder; `quire.config.engine_args` asks which way of drafting a checkpoint is for. Knows no torch: the
-builder is a name, imported when a model is built.
+finds the shape; `quire.config.engine_args` asks which way of drafting a checkpoint is for. Knows no torch: what says
+the shape is a name, imported when a model is built.
 """
 
 from collections.abc import Callable, Mapping
@@ -37,7 +37,7 @@ class Family:
 
     Attributes:
         model_type: config.json's, under which it is found where no architecture is named.
-        build: where its builder is in quire.models, "module:function".
+        shape: where it is said in quire.models what is built, "module:function".
         defaults: what transformers assumes where a key is absent, as far as that differs between the families.
         learned_positions: they are a table of the checkpoint, which no scaling makes longer.
         scaled_length: max_position_embeddings has a scaling of the positions in it already.
@@ -51,7 +51,7 @@ class Family:
 
     architecture: str
     model_type: str
-    build: str
+    shape: str
     defaults: Mapping[str, Any] = field(default_factory=dict)
     learned_positions: bool = False
     scaled_length: bool = False
@@ -73,61 +73,61 @@ _QWEN: dict[str, Any] = {"window_switch": "use_sliding_window", "tokenizer_class
 
 # fmt: off
 FAMILIES = (
-    Family("ArceeForCausalLM", "arcee", "arcee:build", {"rms_norm_eps": 1e-5, "max_position_embeddings": 4096}),
-    Family("CohereForCausalLM", "cohere", "cohere:build_cohere", _COHERE | {"rope_theta": 5e5}),
-    Family("Cohere2ForCausalLM", "cohere2", "cohere:build_cohere2",
+    Family("ArceeForCausalLM", "arcee", "arcee:shape", {"rms_norm_eps": 1e-5, "max_position_embeddings": 4096}),
+    Family("CohereForCausalLM", "cohere", "cohere:cohere_shape", _COHERE | {"rope_theta": 5e5}),
+    Family("Cohere2ForCausalLM", "cohere2", "cohere:cohere2_shape",
         _COHERE | {"sliding_window": 4096, "sliding_window_pattern": 4}),
-    Family("Ernie4_5ForCausalLM", "ernie4_5", "llama:build_ernie",
+    Family("Ernie4_5ForCausalLM", "ernie4_5", "llama:ernie_shape",
         _OLMO | {"tie_word_embeddings": True, "head_dim": 128, "num_key_value_heads": 2, "rope_theta": 5e5,
             "max_position_embeddings": 131_072}),
-    Family("Exaone4ForCausalLM", "exaone4", "llama:build_exaone4",
+    Family("Exaone4ForCausalLM", "exaone4", "llama:exaone4_shape",
         _OLMO | {"num_key_value_heads": 32, "sliding_window": 4096, "sliding_window_pattern": 4}),
-    Family("GemmaForCausalLM", "gemma", "gemma:build_gemma", _GEMMA),
-    Family("Gemma2ForCausalLM", "gemma2", "gemma:build_gemma2",
+    Family("GemmaForCausalLM", "gemma", "gemma:gemma_shape", _GEMMA),
+    Family("Gemma2ForCausalLM", "gemma2", "gemma:gemma2_shape",
         _GEMMA | {"num_key_value_heads": 4, "sliding_window": 4096, "sliding_window_pattern": 2}),
-    Family("Gemma3ForCausalLM", "gemma3_text", "gemma:build_gemma3",
+    Family("Gemma3ForCausalLM", "gemma3_text", "gemma:gemma3_shape",
         _GEMMA | {"num_attention_heads": 8, "num_key_value_heads": 4, "vocab_size": 262_208, "sliding_window": 4096,
             "sliding_window_pattern": 6, "max_position_embeddings": 131_072, "rope_theta": 1e6,
             "rope_local_base_freq": 1e4}, scaled_length=True),
-    Family("GlmForCausalLM", "glm", "glm:build_glm", _GLM),
-    Family("Glm4ForCausalLM", "glm4", "glm:build_glm4", _GLM),
-    Family("GPT2LMHeadModel", "gpt2", "gpt2:build", {"tie_word_embeddings": True, "n_positions": 1024},
+    Family("GlmForCausalLM", "glm", "glm:glm_shape", _GLM),
+    Family("Glm4ForCausalLM", "glm4", "glm:glm4_shape", _GLM),
+    Family("GPT2LMHeadModel", "gpt2", "gpt2:shape", {"tie_word_embeddings": True, "n_positions": 1024},
         learned_positions=True, tokenizer_class="GPT2Tokenizer"),
-    Family("GptOssForCausalLM", "gpt_oss", "gpt_oss:build",
+    Family("GptOssForCausalLM", "gpt_oss", "gpt_oss:shape",
         {"head_dim": 64, "num_key_value_heads": 8, "sliding_window": 128, "sliding_window_pattern": 2,
             "rope_theta": 150_000.0, "max_position_embeddings": 131_072, "num_local_experts": 128,
             "num_experts_per_tok": 4, "dtype": "bfloat16"}),
-    Family("GraniteForCausalLM", "granite", "llama:build_granite"),
-    Family("GraniteMoeForCausalLM", "granitemoe", "granite_moe:build", {"num_experts_per_tok": 2}),
-    Family("LlamaForCausalLM", "llama", "llama:build"),
-    Family("MistralForCausalLM", "mistral", "llama:build_llama", {"num_key_value_heads": 8, "sliding_window": 4096},
+    Family("GraniteForCausalLM", "granite", "llama:granite_shape"),
+    Family("GraniteMoeForCausalLM", "granitemoe", "granite_moe:shape", {"num_experts_per_tok": 2}),
+    Family("LlamaForCausalLM", "llama", "llama:llama_shape"),
+    Family("MistralForCausalLM", "mistral", "llama:mistral_shape", {"num_key_value_heads": 8, "sliding_window": 4096},
         tokenizer_overrides=True),
-    Family("MixtralForCausalLM", "mixtral", "mixtral:build", {"num_key_value_heads": 8, "rope_theta": 1e6},
+    Family("MixtralForCausalLM", "mixtral", "mixtral:shape", {"num_key_value_heads": 8, "rope_theta": 1e6},
         tokenizer_overrides=True),
-    Family("Olmo2ForCausalLM", "olmo2", "llama:build_olmo", _OLMO),
-    Family("Olmo3ForCausalLM", "olmo3", "llama:build_olmo",
+    Family("Olmo2ForCausalLM", "olmo2", "llama:olmo_shape", _OLMO),
+    Family("Olmo3ForCausalLM", "olmo3", "llama:olmo_shape",
         _OLMO | {"rope_theta": 5e5, "sliding_window": 4096, "sliding_window_pattern": 4}, plain_windows=True),
-    Family("OlmoeForCausalLM", "olmoe", "olmoe:build",
+    Family("OlmoeForCausalLM", "olmoe", "olmoe:shape",
         {"rms_norm_eps": 1e-5, "max_position_embeddings": 4096, "num_experts": 64, "num_experts_per_tok": 8}),
-    Family("OPTForCausalLM", "opt", "opt:build", {"tie_word_embeddings": True, "max_position_embeddings": 2048},
+    Family("OPTForCausalLM", "opt", "opt:shape", {"tie_word_embeddings": True, "max_position_embeddings": 2048},
         learned_positions=True, tokenizer_class="GPT2Tokenizer"),
-    Family("Phi3ForCausalLM", "phi3", "llama:build_phi3", {"rms_norm_eps": 1e-5, "max_position_embeddings": 4096}),
-    Family("Qwen2ForCausalLM", "qwen2", "llama:build_qwen2", {"sliding_window": 4096}, windowed=_late_layers,
+    Family("Phi3ForCausalLM", "phi3", "llama:phi3_shape", {"rms_norm_eps": 1e-5, "max_position_embeddings": 4096}),
+    Family("Qwen2ForCausalLM", "qwen2", "llama:qwen2_shape", {"sliding_window": 4096}, windowed=_late_layers,
         text_of=("qwen2_vl", "qwen2_vl_text", "qwen2_5_vl", "qwen2_5_vl_text"), tokenizer_overrides=True, **_QWEN),
-    Family("Qwen2MoeForCausalLM", "qwen2_moe", "qwen_moe:build_qwen2",
+    Family("Qwen2MoeForCausalLM", "qwen2_moe", "qwen_moe:qwen2_shape",
         _QWEN_MOE | {"sliding_window": 4096}, windowed=_early_even_layers, **_QWEN),
-    Family("Qwen3ForCausalLM", "qwen3", "llama:build_qwen3", {"head_dim": 128, "sliding_window": 4096},
+    Family("Qwen3ForCausalLM", "qwen3", "llama:qwen3_shape", {"head_dim": 128, "sliding_window": 4096},
         windowed=_late_layers, text_of=("qwen3_vl_text",), **_QWEN),
-    Family("Qwen3MoeForCausalLM", "qwen3_moe", "qwen_moe:build_qwen3", {"moe_intermediate_size": 768,
+    Family("Qwen3MoeForCausalLM", "qwen3_moe", "qwen_moe:qwen3_shape", {"moe_intermediate_size": 768,
         "num_key_value_heads": 4, "sliding_window": 4096, "num_experts": 128, "num_experts_per_tok": 8}, **_QWEN),
-    Family("Qwen3VLMoeForCausalLM", "qwen3_vl_moe_text", "qwen_moe:build_qwen3_vl",
+    Family("Qwen3VLMoeForCausalLM", "qwen3_vl_moe_text", "qwen_moe:qwen3_vl_shape",
         _QWEN_MOE | {"rope_theta": 5e5, "max_position_embeddings": 128_000}, tokenizer_class="Qwen2Tokenizer"),
-    Family("SeedOssForCausalLM", "seed_oss", "llama:build_seed_oss",
+    Family("SeedOssForCausalLM", "seed_oss", "llama:seed_oss_shape",
         {"head_dim": 128, "num_key_value_heads": 8, "max_position_embeddings": 524_288}),
-    Family("SmolLM3ForCausalLM", "smollm3", "llama:build_smollm3",
+    Family("SmolLM3ForCausalLM", "smollm3", "llama:smollm3_shape",
         {"tie_word_embeddings": True, "num_key_value_heads": 4, "rope_theta": 2e6, "max_position_embeddings": 32_768},
         window_switch="use_sliding_window"),
-    Family("Starcoder2ForCausalLM", "starcoder2", "starcoder2:build",
+    Family("Starcoder2ForCausalLM", "starcoder2", "starcoder2:shape",
         {"tie_word_embeddings": True, "num_key_value_heads": 2, "max_position_embeddings": 4096}),
 )
 # Models that see or hear, of which the language model is run alone, where it is of one of these families.

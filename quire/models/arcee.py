@@ -3,15 +3,13 @@
 from dataclasses import replace
 
 from quire.config.model import ModelConfig
-from quire.models.builder import Builder
-from quire.models.causal_lm import CausalLM
-from quire.models.llama import biases, build_llama, plain_mlp
+from quire.models.llama import LlamaShape, biases, plain_mlp
 from quire.models.weights import CheckpointFormat
 
 FORMAT = CheckpointFormat(names=((".mlp.fc1.", ".mlp.up_proj."), (".mlp.fc2.", ".mlp.down_proj.")))
 
 
-def build(config: ModelConfig, builder: Builder) -> CausalLM:
+def shape(config: ModelConfig) -> LlamaShape:
     """ArceeForCausalLM."""
     mlp = plain_mlp(config, "relu2", bool(config.hf_config.get("mlp_bias", False)))
-    return build_llama(config, builder, replace(biases(config), feed_forward=mlp, form=FORMAT))
+    return replace(biases(config), feed_forward=mlp, form=FORMAT)

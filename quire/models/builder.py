@@ -1,8 +1,8 @@
 """Makes a model's layers, each under its own name.
 
-A family's `build` is given one and asks it for every layer. From the name follow the weight format, the key under which
-packed weights are kept and the LoRA target; attention layers are numbered here, and what they keep of a token is noted,
-by which the KV cache is laid out. Must not know any family, nor a checkpoint's spelling of the names.
+`quire.models.llama.build_llama` is given one and asks it for every layer. From the name follow the weight format, the
+key under which packed weights are kept and the LoRA target; attention layers are numbered here, and what they keep of a
+token is noted, by which the KV cache is laid out. Must not know any family, nor a checkpoint's spelling of the names.
 """
 
 from collections.abc import Callable, Mapping, Sequence

@@ -9,22 +9,21 @@ from functools import partial
 from quire.config.model import ModelConfig
 from quire.errors import ModelLoadError
 from quire.models.builder import Builder
-from quire.models.causal_lm import CausalLM
-from quire.models.llama import LlamaShape, biases, build_llama
+from quire.models.llama import LlamaShape, biases
 from quire.models.settings import number
 
 
-def build_cohere(config: ModelConfig, builder: Builder) -> CausalLM:
+def cohere_shape(config: ModelConfig) -> LlamaShape:
     """CohereForCausalLM."""
     if config.hf_config.get("use_qk_norm"):
         raise ModelLoadError(f"model {config.model!r} has norms of queries and keys (use_qk_norm): not supported yet.")
-    return build_llama(config, builder, _shape(config))
+    return _shape(config)
 
 
-def build_cohere2(config: ModelConfig, builder: Builder) -> CausalLM:
+def cohere2_shape(config: ModelConfig) -> LlamaShape:
     """Cohere2ForCausalLM."""
     rotated = tuple(window is not None for window in config.layer_windows)
-    return build_llama(config, builder, replace(_shape(config), rotated=rotated))
+    return replace(_shape(config), rotated=rotated)
 
 
 def _shape(config: ModelConfig) -> LlamaShape:

@@ -83,8 +83,18 @@ class ParallelLayer(DecoderLayer):
         return ops.add(self.mlp(x, step), attended), residual
 
 
-# Where norms stand, to what blocks compute; "beside": before both of them at once.
-NormOrder = Literal["before", "around", "after", "beside"]
+class PostNormLayer(DecoderLayer):
+    """``x = norm(x + attention(x)); x = norm(x + mlp(x))``: there is no residual stream beside x."""
+
+    def forward(self, x: Tensor, residual: Tensor | None, step: Step) -> tuple[Tensor, None]:
+        """x [T, H] -> [T, H]; takes and returns no residual."""
+        x, _ = self.input_layernorm.add(self.self_attn(x, step), x)
+        x, _ = self.post_attention_layernorm.add(self.mlp(x, step), x)
+        return x, None
+
+
+# Where norms stand, to what blocks compute; "beside": before both of them at once; "of sums": after what each adds to.
+NormOrder = Literal["before", "around", "after", "beside", "of sums"]
 
 
 def decoder_layer(
@@ -93,6 +103,8 @@ def decoder_layer(
     """A layer with its norms where `order` says; `norm` makes one, `scale` is for those that stand before alone."""
     if order == "before":
         return DecoderLayer(norm(), self_attn, norm(), mlp, scale)
+    if order == "of sums":
+        return PostNormLayer(norm(), self_attn, norm(), mlp)
     if order == "beside":
         return ParallelLayer(norm(), self_attn, Through(), mlp)
     before = norm if order == "around" else Through

@@ -13,38 +13,37 @@ import torch
 from quire.config.model import ModelConfig
 from quire.errors import ModelLoadError
 from quire.models.builder import Builder
-from quire.models.causal_lm import CausalLM
-from quire.models.llama import LlamaShape, biases, build_llama, gated_mlp
+from quire.models.llama import LlamaShape, biases, gated_mlp
 from quire.models.settings import number
 
 TANH_GELU = "gelu_pytorch_tanh"
 
 
-def build_gemma(config: ModelConfig, builder: Builder) -> CausalLM:
+def gemma_shape(config: ModelConfig) -> LlamaShape:
     """GemmaForCausalLM."""
     activation = config.hf_config.get("hidden_activation") or config.hf_config.get("hidden_act") or TANH_GELU
     # The first checkpoints say "gelu" and mean its tanh form.
-    return build_llama(config, builder, _shape(config, builder, TANH_GELU if activation == "gelu" else str(activation)))
+    return _shape(config, TANH_GELU if activation == "gelu" else str(activation))
 
 
-def build_gemma2(config: ModelConfig, builder: Builder) -> CausalLM:
+def gemma2_shape(config: ModelConfig) -> LlamaShape:
     """Gemma2ForCausalLM."""
     score_cap, logit_cap = _cap(config, "attn_logit_softcapping", 50.0), _cap(config, "final_logit_softcapping", 30.0)
-    return build_llama(config, builder, replace(_later(config, builder), score_cap=score_cap, logit_cap=logit_cap))
+    return replace(_later(config), score_cap=score_cap, logit_cap=logit_cap)
 
 
-def build_gemma3(config: ModelConfig, builder: Builder) -> CausalLM:
+def gemma3_shape(config: ModelConfig) -> LlamaShape:
     """Gemma3ForCausalLM."""
-    return build_llama(config, builder, replace(_later(config, builder), head_norms=True))
+    return replace(_later(config), head_norms=True)
 
 
-def _later(config: ModelConfig, builder: Builder) -> LlamaShape:
+def _later(config: ModelConfig) -> LlamaShape:
     """What the second and the third have of their own: norms after each block, too, and a scale of the scores."""
-    shape = _shape(config, builder, str(config.hf_config.get("hidden_activation", TANH_GELU)))
+    shape = _shape(config, str(config.hf_config.get("hidden_activation", TANH_GELU)))
     return replace(shape, norms="around", score_scale=number(config, "query_pre_attn_scalar", 256.0) ** -0.5)
 
 
-def _shape(config: ModelConfig, builder: Builder, activation: str) -> LlamaShape:
+def _shape(config: ModelConfig, activation: str) -> LlamaShape:
     hf, size = config.hf_config, config.hidden_size
     if hf.get("use_bidirectional_attention"):
         raise ModelLoadError("use_bidirectional_attention is not supported: such a model generates no text.")
@@ -54,7 +53,7 @@ def _shape(config: ModelConfig, builder: Builder, activation: str) -> LlamaShape
         norm=partial(Builder.rms_norm, size=size, eps=number(config, "rms_norm_eps", 1e-6), plus_one=True),
         norm_plus_one=True,
         # Rounded, as models were trained with.
-        embed_scale=torch.tensor(size**0.5, device="cpu").to(builder.context.dtype).item(),
+        embed_scale=torch.tensor(size**0.5, device="cpu").to(getattr(torch, config.dtype)).item(),
         logit_cap=_cap(config, "final_logit_softcapping", None),
     )
 

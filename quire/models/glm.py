@@ -6,9 +6,7 @@ The later one has norms around each block.
 from dataclasses import replace
 
 from quire.config.model import ModelConfig
-from quire.models.builder import Builder
-from quire.models.causal_lm import CausalLM
-from quire.models.llama import LlamaShape, build_llama, gated_mlp
+from quire.models.llama import LlamaShape, gated_mlp
 from quire.models.weights import CheckpointFormat
 
 FORMAT = CheckpointFormat(
@@ -20,16 +18,12 @@ FORMAT = CheckpointFormat(
 )
 
 
-def build_glm(config: ModelConfig, builder: Builder) -> CausalLM:
+def glm_shape(config: ModelConfig) -> LlamaShape:
     """GlmForCausalLM."""
-    return build_llama(config, builder, _shape(config))
-
-
-def build_glm4(config: ModelConfig, builder: Builder) -> CausalLM:
-    """Glm4ForCausalLM."""
-    return build_llama(config, builder, replace(_shape(config), norms="around", form=FORMAT))
-
-
-def _shape(config: ModelConfig) -> LlamaShape:
     bias = bool(config.hf_config.get("attention_bias", True))
     return LlamaShape(bias, interleaved=True, feed_forward=gated_mlp(config, fused=True))
+
+
+def glm4_shape(config: ModelConfig) -> LlamaShape:
+    """Glm4ForCausalLM."""
+    return replace(glm_shape(config), norms="around", form=FORMAT)

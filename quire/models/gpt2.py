@@ -1,10 +1,11 @@
 """GPT-2 (Radford et al., 2019): learned positions, LayerNorm before each block, fused and transposed projections."""
 
-from quire.attention.base import AttentionSpec
+from dataclasses import replace
+from functools import partial
+
 from quire.config.model import ModelConfig
-from quire.models.builder import AttentionForm, Builder
-from quire.models.causal_lm import CausalLM
-from quire.models.decoder import Decoder, DecoderLayer
+from quire.models.builder import Builder
+from quire.models.llama import LlamaShape, plain_mlp
 from quire.models.settings import number
 from quire.models.weights import CheckpointFormat
 
@@ -27,23 +28,11 @@ FORMAT = CheckpointFormat(
 )
 
 
-def build(config: ModelConfig, builder: Builder) -> CausalLM:
+def shape(config: ModelConfig) -> LlamaShape:
     """GPT2LMHeadModel."""
-    hf, size = config.hf_config, config.hidden_size
-    eps = number(config, "layer_norm_epsilon", 1e-5)
-    activation = str(hf.get("activation_function", "gelu_new"))
-
-    def layer(index: int, builder: Builder) -> DecoderLayer:
-        scale = config.head_dim**-0.5 if hf.get("scale_attn_weights", True) else 1.0
-        if hf.get("scale_attn_by_inverse_layer_idx", False):
-            scale /= index + 1
-        spec = AttentionSpec(config.num_heads, config.num_heads, config.head_dim, scale)
-        attention = builder.child("self_attn").attention(size, spec, AttentionForm(True, True, fused=True))
-        mlp = builder.child("mlp").mlp(size, config.intermediate_size, activation=activation, bias=True)
-        return DecoderLayer(builder.layer_norm(size, eps), attention, builder.layer_norm(size, eps), mlp)
-
-    body = builder.child("model")
-    embedding = body.embedding("embed_tokens", config.vocab_size, size)
-    positions = body.first.positions("embed_positions", config.derived_max_model_len, size)
-    decoder = Decoder(embedding, body.layers(config.num_layers, layer), body.layer_norm(size, eps), positions)
-    return CausalLM(config, builder, decoder, embedding, FORMAT)
+    hf = config.hf_config
+    norm = partial(Builder.layer_norm, size=config.hidden_size, eps=number(config, "layer_norm_epsilon", 1e-5))
+    mlp = plain_mlp(config, "gelu_new", True, "activation_function")
+    own = LlamaShape(True, True, fused=True, feed_forward=mlp, positions=0, norm=norm, form=FORMAT)
+    scale, by_depth = hf.get("scale_attn_weights", True), hf.get("scale_attn_by_inverse_layer_idx", False)
+    return replace(own, score_scale=None if scale else 1.0, scales_by_depth=bool(by_depth))

@@ -9,9 +9,7 @@ from functools import partial
 
 from quire.config.model import ModelConfig
 from quire.errors import ModelLoadError
-from quire.models.builder import Builder
-from quire.models.causal_lm import CausalLM
-from quire.models.llama import biases, build_llama, mixture
+from quire.models.llama import LlamaShape, biases, mixture
 from quire.models.settings import number
 from quire.models.stacked import cut_experts
 from quire.models.weights import CheckpointFormat
@@ -20,12 +18,11 @@ from quire.ops.activation import OAI_LIMIT, OAI_SLOPE
 FORMAT = CheckpointFormat(names=((".mlp.gate.", ".mlp.router."),), cut=partial(cut_experts, by_turns=True))
 
 
-def build(config: ModelConfig, builder: Builder) -> CausalLM:
+def shape(config: ModelConfig) -> LlamaShape:
     """GptOssForCausalLM."""
     for key, wanted in (("swiglu_limit", OAI_LIMIT), ("swiglu_alpha", OAI_SLOPE)):
         if (found := number(config, key, wanted)) != wanted:
             said = f"config.json of model {config.model!r} has {key} = {found}"
             raise ModelLoadError(f"{said}; only {wanted} is supported.")
     experts = mixture(config, bias=True, activation="swiglu_oai")
-    shape = replace(biases(config, default=True), sinks=True, feed_forward=experts, form=FORMAT)
-    return build_llama(config, builder, shape)
+    return replace(biases(config, default=True), sinks=True, feed_forward=experts, form=FORMAT)

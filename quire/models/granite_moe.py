@@ -8,9 +8,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 
 from quire.config.model import ModelConfig
-from quire.models.builder import Builder
-from quire.models.causal_lm import CausalLM
-from quire.models.llama import build_llama, granite_shape, mixture
+from quire.models.llama import LlamaShape, granite_shape, mixture
 from quire.models.stacked import cut_experts
 from quire.models.weights import CheckpointFormat, Cut, TensorSpec
 
@@ -30,7 +28,6 @@ def _cut(spec: TensorSpec, hidden_size: int) -> Iterator[Cut]:
 FORMAT = CheckpointFormat(names=((".mlp.", _BLOCK), (".gate.", ".router.layer.")), cut=_cut)
 
 
-def build(config: ModelConfig, builder: Builder) -> CausalLM:
+def shape(config: ModelConfig) -> LlamaShape:
     """GraniteMoeForCausalLM."""
-    shape = replace(granite_shape(config), feed_forward=mixture(config), form=FORMAT)
-    return build_llama(config, builder, shape)
+    return replace(granite_shape(config), feed_forward=mixture(config), form=FORMAT)

@@ -1,9 +1,7 @@
 """Mixtral (arXiv:2401.04088): Mistral with a mixture of experts in place of each MLP."""
 
 from quire.config.model import ModelConfig
-from quire.models.builder import Builder
-from quire.models.causal_lm import CausalLM
-from quire.models.llama import LlamaShape, build_llama, mixture
+from quire.models.llama import LlamaShape, mixture
 from quire.models.weights import CheckpointFormat
 
 FORMAT = CheckpointFormat(
@@ -11,6 +9,6 @@ FORMAT = CheckpointFormat(
 )
 
 
-def build(config: ModelConfig, builder: Builder) -> CausalLM:
+def shape(config: ModelConfig) -> LlamaShape:
     """MixtralForCausalLM."""
-    return build_llama(config, builder, LlamaShape(feed_forward=mixture(config), form=FORMAT))
+    return LlamaShape(feed_forward=mixture(config), form=FORMAT)

@@ -4,19 +4,16 @@ from dataclasses import replace
 
 from quire.config.model import ModelConfig
 from quire.errors import ModelLoadError
-from quire.models.builder import Builder
-from quire.models.causal_lm import CausalLM
-from quire.models.llama import biases, build_llama, mixture
+from quire.models.llama import LlamaShape, biases, mixture
 from quire.models.stacked import cut_experts
 from quire.models.weights import CheckpointFormat
 
 FORMAT = CheckpointFormat(cut=cut_experts)
 
 
-def build(config: ModelConfig, builder: Builder) -> CausalLM:
+def shape(config: ModelConfig) -> LlamaShape:
     """OlmoeForCausalLM."""
     if config.hf_config.get("clip_qkv") is not None:
         raise ModelLoadError(f"model {config.model!r} clips queries, keys and values (clip_qkv): not supported yet.")
     experts = mixture(config, bool(config.hf_config.get("norm_topk_prob", False)))
-    shape = replace(biases(config), whole_norms=True, feed_forward=experts, form=FORMAT)
-    return build_llama(config, builder, shape)
+    return replace(biases(config), whole_norms=True, feed_forward=experts, form=FORMAT)

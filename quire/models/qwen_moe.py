@@ -7,9 +7,7 @@ or a layer's as one tensor: those of Qwen3-VL-MoE (arXiv:2511.21631), and what t
 from dataclasses import replace
 
 from quire.config.model import ModelConfig
-from quire.models.builder import Builder
-from quire.models.causal_lm import CausalLM
-from quire.models.llama import FeedForward, LlamaShape, biases, build_llama, gated_mlp, mixture
+from quire.models.llama import FeedForward, LlamaShape, biases, gated_mlp, mixture
 from quire.models.settings import count, indices
 from quire.models.stacked import cut_experts
 from quire.models.weights import CheckpointFormat
@@ -17,28 +15,23 @@ from quire.models.weights import CheckpointFormat
 FORMAT = CheckpointFormat(cut=cut_experts)
 
 
-def build_qwen2(config: ModelConfig, builder: Builder) -> CausalLM:
+def qwen2_shape(config: ModelConfig) -> LlamaShape:
     """Qwen2MoeForCausalLM."""
     shared_size = count(config, "shared_expert_intermediate_size", 5632, least=0)
     bias = bool(config.hf_config.get("qkv_bias", True))
     feed_forward = _feed_forward(config, shared_size=shared_size)
-    return build_llama(config, builder, LlamaShape(bias, feed_forward=feed_forward, form=FORMAT))
+    return LlamaShape(bias, feed_forward=feed_forward, form=FORMAT)
 
 
-def build_qwen3(config: ModelConfig, builder: Builder) -> CausalLM:
-    """Qwen3MoeForCausalLM."""
-    return build_llama(config, builder, _qwen3_shape(config))
-
-
-def build_qwen3_vl(config: ModelConfig, builder: Builder) -> CausalLM:
-    """The language model of Qwen3VLMoeForConditionalGeneration."""
-    return build_llama(config, builder, _qwen3_shape(config, renormalize=True))
-
-
-def _qwen3_shape(config: ModelConfig, renormalize: bool | None = None) -> LlamaShape:
-    """`renormalize`: of the experts' weights, where config.json does not say whether."""
+def qwen3_shape(config: ModelConfig, renormalize: bool | None = None) -> LlamaShape:
+    """Qwen3MoeForCausalLM. `renormalize`: of the experts' weights, where config.json does not say whether."""
     feed_forward = _feed_forward(config, renormalize)
     return replace(biases(config), head_norms=True, feed_forward=feed_forward, form=FORMAT)
+
+
+def qwen3_vl_shape(config: ModelConfig) -> LlamaShape:
+    """The language model of Qwen3VLMoeForConditionalGeneration."""
+    return qwen3_shape(config, renormalize=True)
 
 
 def _feed_forward(config: ModelConfig, renormalize: bool | None = None, shared_size: int = 0) -> FeedForward:

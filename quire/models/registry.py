@@ -14,6 +14,7 @@ from quire.errors import ModelLoadError
 from quire.layers.moe import MixtureOfExperts
 from quire.models.builder import BuildContext, Builder
 from quire.models.causal_lm import CausalLM
+from quire.models.llama import build_llama
 from quire.models.sharding import Sharding
 from quire.models.weights import CheckpointFormat
 from quire.quantization.base import Unquantized
@@ -30,8 +31,8 @@ def checkpoint_format(config: ModelConfig) -> CheckpointFormat:
 
 
 def _place(config: ModelConfig) -> tuple[ModuleType, str]:
-    """The module of the family that the model is of, and its builder's name there."""
-    module, _, function = built_family(config.architecture, config.model).build.partition(":")
+    """The module of the family that the model is of, and the name there of what says its shape."""
+    module, _, function = built_family(config.architecture, config.model).shape.partition(":")
     return importlib.import_module(f"quire.models.{module}"), function
 
 
@@ -52,7 +53,7 @@ def build_model(
     Raises:
         ModelLoadError: an architecture, activation or rope type that is not supported, or sizes that ranks can't share.
     """
-    build = getattr(*_place(config))
+    shape = getattr(*_place(config))(config)
     plain, dtype = uniform(Unquantized()), DTYPES[config.dtype]
     sharding = sharding or Sharding()
     context = BuildContext(attention_backend, formats or plain, dtype, sharding)
@@ -60,10 +61,11 @@ def build_model(
     if stage is not None and not is_whole:
         has_table = stage.is_first or (stage.is_last and config.tie_word_embeddings)
         context = replace(context, stage=stage, has_table=has_table)
-    model = build(config, Builder(context)).eval()
+    model = build_llama(config, Builder(context), shape).eval()
     if sharding.asks_experts and not any(isinstance(module, MixtureOfExperts) for module in model.modules()):
         raise ModelLoadError(f"model {config.model!r} has no experts to share: leave out enable_expert_parallel.")
     if is_whole and not sharding.whole_experts:
         return model
-    model.leave(build(config, Builder(BuildContext(attention_backend, plain, dtype))))  # whose pages nobody touches
+    whole = BuildContext(attention_backend, plain, dtype)
+    model.leave(build_llama(config, Builder(whole), shape))  # whose pages nobody touches
     return model

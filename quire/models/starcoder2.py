@@ -4,18 +4,17 @@ from functools import partial
 
 from quire.config.model import ModelConfig
 from quire.models.builder import Builder
-from quire.models.causal_lm import CausalLM
-from quire.models.llama import LlamaShape, build_llama, plain_mlp
+from quire.models.llama import LlamaShape, plain_mlp
 from quire.models.settings import number
 from quire.models.weights import CheckpointFormat
 
 FORMAT = CheckpointFormat(names=((".mlp.fc1.", ".mlp.c_fc."), (".mlp.fc2.", ".mlp.c_proj.")))
 
 
-def build(config: ModelConfig, builder: Builder) -> CausalLM:
+def shape(config: ModelConfig) -> LlamaShape:
     """Starcoder2ForCausalLM."""
     bias = bool(config.hf_config.get("use_bias", True))
     eps = number(config, "norm_epsilon", number(config, "layer_norm_epsilon", 1e-5))  # the latter a GGUF file's
     norm = partial(Builder.layer_norm, size=config.hidden_size, eps=eps)
     mlp = plain_mlp(config, "gelu_pytorch_tanh", bias)
-    return build_llama(config, builder, LlamaShape(bias, bias, norm=norm, feed_forward=mlp, form=FORMAT))
+    return LlamaShape(bias, bias, norm=norm, feed_forward=mlp, form=FORMAT)

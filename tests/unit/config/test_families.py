@@ -1,4 +1,4 @@
-"""The table of families: complete, and each builder where it says."""
+"""The table of families: complete, and each shape where it says."""
 
 import importlib
 
@@ -8,8 +8,8 @@ from quire.config.families import BY_MODEL_TYPE, FAMILIES, Family, family_of
 
 
 @pytest.mark.parametrize("family", FAMILIES, ids=lambda family: family.architecture)
-def test_each_builder_is_where_the_table_says(family: Family) -> None:
-    module, _, function = family.build.partition(":")
+def test_each_shape_is_where_the_table_says(family: Family) -> None:
+    module, _, function = family.shape.partition(":")
     assert callable(getattr(importlib.import_module(f"quire.models.{module}"), function))
 
 
