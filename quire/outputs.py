@@ -48,7 +48,26 @@ for _name, _field in zip(_OTHER_NAMES, (*fields(RequestMetrics), fields(RequestM
     setattr(RequestMetrics, _name, property(attrgetter(_field.name)))
 
 
-class CompletionOutput(Struct, gc=False):
+class _Output(Struct):
+    """What is shown in few words."""
+
+    def __repr__(self) -> str:
+        """Every field that says something: no None, long token lists and logprobs cut with their length."""
+        parts: list[str] = []
+        for name, value in structs.asdict(self).items():
+            if value is None:
+                continue
+            if name in ("token_ids", "prompt_token_ids") and len(value) > _SHOWN_TOKENS:
+                shown = f"{repr(value[:_SHOWN_TOKENS])[:-1]}, ... {len(value)} tokens]"
+            elif name in ("logprobs", "prompt_logprobs"):
+                shown = f"[{len(value)} positions]"
+            else:
+                shown = repr(value)
+            parts.append(f"{name}={shown}")
+        return f"{type(self).__name__}({', '.join(parts)})"
+
+
+class CompletionOutput(_Output, gc=False):
     """One sequence's output."""
 
     index: int  # among the request's outputs
@@ -63,15 +82,12 @@ class CompletionOutput(Struct, gc=False):
         """Whether this sequence has ended."""
         return self.finish_reason is not None
 
-    def __repr__(self) -> str:
-        return _short_repr(self)
-
 
 # vLLM's is a dataclass: scripts call `dataclasses.asdict` and `replace`.
 CompletionOutput.__dataclass_fields__ = make_dataclass("_", CompletionOutput.__struct_fields__).__dataclass_fields__  # type: ignore[attr-defined]
 
 
-class RequestOutput(Struct):
+class RequestOutput(_Output):
     """A request's output so far, or the last of it when `finished`."""
 
     request_id: str
@@ -87,9 +103,6 @@ class RequestOutput(Struct):
     pooled: list[float] | None = None  # of a request for a vector: the last token's hidden state, after the final norm
 
     kv_transfer_params = encoder_prompt = encoder_prompt_token_ids = None  # for scripts of vLLM's, which look for them
-
-    def __repr__(self) -> str:
-        return _short_repr(self)
 
 
 @dataclass(slots=True)
@@ -145,19 +158,3 @@ class BeamSearchOutput:
     """What a beam search found for one prompt, the best first."""
 
     sequences: list[BeamSearchSequence]
-
-
-def _short_repr(output: CompletionOutput | RequestOutput) -> str:
-    """Every field that says something: no None, long token lists and logprobs cut with their length."""
-    parts: list[str] = []
-    for name, value in structs.asdict(output).items():
-        if value is None:
-            continue
-        if name in ("token_ids", "prompt_token_ids") and len(value) > _SHOWN_TOKENS:
-            shown = f"{repr(value[:_SHOWN_TOKENS])[:-1]}, ... {len(value)} tokens]"
-        elif name in ("logprobs", "prompt_logprobs"):
-            shown = f"[{len(value)} positions]"
-        else:
-            shown = repr(value)
-        parts.append(f"{name}={shown}")
-    return f"{type(output).__name__}({', '.join(parts)})"
