@@ -20,6 +20,7 @@ from quire.errors import ModelLoadError
 from quire.layers.embedding import VocabEmbedding
 from quire.lora.slots import LoraSlots
 from quire.models.builder import Builder
+from quire.models.decoder import Decoder
 from quire.models.weights import CheckpointFormat, weight_slots
 from quire.quantization.base import CheckpointSlot
 
@@ -42,8 +43,8 @@ class CausalLM(nn.Module):
     """Token ids -> hidden states -> logits.
 
     Args:
-        backbone: ``backbone(input_ids, step) -> [T, H]``.
-        embedding: the backbone's token embedding, which the head shares when the configuration ties them.
+        backbone: ``backbone(input_ids, step) -> [T, H]``, whose token embedding the head shares when the configuration
+            ties them.
         form: how the family's checkpoints name things.
         logit_scale: factor on the logits.
         logit_softcap: logits l become ``logit_softcap * tanh(l / logit_softcap)``.
@@ -66,8 +67,7 @@ class CausalLM(nn.Module):
         self,
         config: ModelConfig,
         builder: Builder,
-        backbone: nn.Module,
-        embedding: VocabEmbedding,
+        backbone: Decoder,
         form: CheckpointFormat,
         *,
         logit_scale: float | None = None,
@@ -77,16 +77,14 @@ class CausalLM(nn.Module):
         self.vocab_size = config.vocab_size
         self.dtype = builder.context.dtype
         self.cache_layers = builder.context.cache_layers
-        self._embedding = (embedding,)  # registered where it stands in the backbone
         self.model = backbone
         self.tied = config.tie_word_embeddings
-        self.lm_head = builder.head(embedding, tied=self.tied)
+        self.lm_head = builder.head(backbone.embed_tokens, tied=self.tied)
         stage = builder.context.stage
         self.num_incoming = 0 if stage is None or stage.is_first else config.hidden_size
         self.is_last = stage is None or stage.is_last
         if not self.is_last:
-            for name in ("norm", "project_out"):
-                setattr(backbone, name, None)
+            backbone.norm = backbone.project_out = None
         builder.context.assign_groups()
         self.assign_groups = builder.context.assign_groups
         self.form = form
@@ -107,7 +105,7 @@ class CausalLM(nn.Module):
     @property
     def embedding(self) -> VocabEmbedding:
         """The backbone's token embedding."""
-        return self._embedding[0]
+        return self.model.embed_tokens
 
     def forward(self, input_ids: Tensor, step: Step) -> Tensor:
         """Hidden states of a step's tokens, int64 [T] -> [T, H] after the final norm; writes to the step's caches."""
