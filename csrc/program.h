@@ -32,6 +32,7 @@ struct ProgramSpec {
     int64_t num_buffers;
     const Kernels* kernels;  // of a level; a KV cache's layout belongs to one
     int32_t num_threads;
+    int64_t narrow_at;  // the last attention's instruction, or the number of all where there is none
 };
 
 struct RunArgs {
@@ -42,6 +43,10 @@ struct RunArgs {
     uint8_t* const* caches;         // by layer
     int64_t first, last;            // instructions [first, last)
     Type cache_type;
+    // Where `steps` are counted, the rows, ascending, whose results alone are wanted, perhaps none. From the last attention on nothing else
+    // is computed: keys and values of all rows are in the caches by then. What the caller brings is made of these rows then.
+    int64_t num_steps = 0, num_wanted = 0;
+    const int32_t* wanted = nullptr;
 };
 
 struct Spent {  // in an instruction
@@ -72,11 +77,15 @@ public:
     }
 
 private:
+    void run_all(const RunArgs& args, const std::vector<void*>& memory, int64_t first, int64_t last, Context& context);
+
     std::vector<Instruction> instructions_;
     std::vector<Buffer> buffers_;
     std::vector<Scratch> own_;
     const Kernels& kernels_;
     int num_threads_;
+    int64_t narrow_at_;
+    std::vector<int32_t> crossing_;  // buffers that are made before the last attention, and read by it or after it
     TouchedCaches caches_;
     int64_t reserved_rows_ = 0;
     bool timed_ = false;

@@ -92,10 +92,9 @@ private:
             for (int64_t p = row.start; p < row.end; p++) place(at++, r, p, ids[p]);
         }
         starts_[a_.num_rows] = int32_t(at);
-        compute(at, a_.num_rows);
-        const int64_t width = a_.hidden_stride * type_bytes(a_.hidden_type);
-        for (int64_t r = 0; r < a_.num_rows; r++)  // the last of each; they only move forward
-            if (int64_t last = starts_[r + 1] - 1; last != r) std::memcpy(hidden_ + r * width, hidden_ + last * width, width);
+        std::vector<int32_t> last(a_.num_rows);
+        for (int64_t r = 0; r < a_.num_rows; r++) last[r] = starts_[r + 1] - 1;
+        compute(at, a_.num_rows, at > a_.num_rows ? last.data() : nullptr);
     }
 
     void next(int64_t round, int64_t count) {
@@ -108,7 +107,8 @@ private:
         compute(count, count);
     }
 
-    void compute(int64_t num_tokens, int64_t num_seqs) {
+    // `wanted`: of each sequence the row whose hidden state is made; null for all.
+    void compute(int64_t num_tokens, int64_t num_seqs, const int32_t* wanted = nullptr) {
         for (int64_t g = 0; g < a_.num_groups; g++) {
             StepArgs& step = steps_[g] = StepArgs{};
             step.num_tokens = num_tokens, step.num_seqs = num_seqs;
@@ -121,8 +121,8 @@ private:
         bound[0] = hidden_, strides[0] = a_.hidden_stride;
         // A body that reads the hidden states before its tokens goes on from what it made; it has read them when it writes.
         if (a_.body->is_bound(1)) bound[1] = hidden_, strides[1] = a_.hidden_stride;
-        a_.body->run({num_tokens, steps_.data(), bound.data(), strides.data(), a_.caches, 0, a_.body->size(), a_.cache_type},
-                     context_);
+        a_.body->run({num_tokens, steps_.data(), bound.data(), strides.data(), a_.caches, 0, a_.body->size(), a_.cache_type,
+                      wanted ? a_.num_groups : 0, num_seqs, wanted}, context_);
     }
 
     void draw(int64_t round, int64_t count) {

@@ -61,6 +61,8 @@ class Step:
         taps: None where nobody wants hidden states.
         incoming: [T, H], what the layers of the stage before have made; None where there are none.
         outgoing: [T, H], where what the last layer makes is to be for the next stage; None where there is none.
+        wanted: int32 [R] on the host, ascending: hidden states of other rows are of no use, and a model may leave them
+            out; None where all are wanted.
     """
 
     positions: Tensor
@@ -70,3 +72,4 @@ class Step:
     taps: Taps | None = None
     incoming: Tensor | None = None
     outgoing: Tensor | None = None
+    wanted: Tensor | None = None

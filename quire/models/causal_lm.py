@@ -31,7 +31,7 @@ class RunnableModel(Protocol):
     vocab_size: int
 
     def __call__(self, input_ids: Tensor, step: Step) -> Tensor:
-        """Hidden states [T, H] of a step's tokens, whose keys and values are written to the caches."""
+        """Hidden states [T, H], or [R, H] of `step.wanted`; keys and values of all are written to the caches."""
         ...
 
     def compute_logits(self, hidden: Tensor, adapters: AdapterBatch | None = None) -> Tensor:

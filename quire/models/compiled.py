@@ -55,6 +55,7 @@ class CompiledModel(CacheReader):
             self._head = builder.finish(logits)
         # Where kernels do all of it.
         self._whole_head = self._head if self._head and self._head.is_whole and self._body.is_whole else None
+        self._narrows = model.is_last and not model.num_incoming and self._untapped.is_whole
         self.target = self._body.target
 
     def num_bytes(self, num_tokens: int) -> int:
@@ -83,17 +84,19 @@ class CompiledModel(CacheReader):
         return Rounds(self._body, head, self._width, self._dtype, self.vocab_size, self._held(caches))
 
     def __call__(self, input_ids: Tensor, step: Step) -> Tensor:
-        """Hidden states [T, H] of a step's tokens, whose keys and values are written to the caches."""
+        """Hidden states [T, H], or [R, H] of `step.wanted`; keys and values of all are written to the caches."""
+        wanted = step.wanted if self._narrows and step.adapters is None and step.taps is None else None
         hidden, inputs = step.outgoing, []
         if hidden is None:
-            hidden = torch.empty(input_ids.shape[0], self._width, dtype=self._dtype)
+            num_made = input_ids.shape[0] if wanted is None else wanted.shape[0]
+            hidden = torch.empty(num_made, self._width, dtype=self._dtype)
         if self._num_incoming:  # where there is none, it is only measured
             shape = (input_ids.shape[0], self._num_incoming)
             inputs = [torch.zeros(shape, dtype=self._dtype) if step.incoming is None else step.incoming]
         caches = self._held(step.caches)
         steps = [StepData(ids=input_ids, positions=step.positions, **vars(batch)) for batch in step.attention]
         if step.taps is None:
-            self._run(self._untapped, step.adapters, [*inputs, hidden], steps, caches)
+            self._run(self._untapped, step.adapters, [*inputs, hidden], steps, caches, wanted)
             return hidden
         assert tuple(step.taps.layers) == self._tapped, "the program was recorded for other taps"
         tapped = [torch.empty(len(hidden), width, dtype=self._dtype) for width in self._tap_widths]

@@ -9,8 +9,10 @@ import logging
 from collections import deque
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import accumulate
 
 import numpy as np
+import torch
 from torch import Tensor
 
 from quire.attention.step import AdapterBatch
@@ -39,7 +41,7 @@ from quire.worker.adapters import Adapters
 from quire.worker.ahead import Ahead
 from quire.worker.cache import KVCache
 from quire.worker.devices.base import Device
-from quire.worker.gather import gather
+from quire.worker.gather import StepBatch, gather
 from quire.worker.judging import NO_HIDDEN
 from quire.worker.rows import Row, RowTable
 from quire.worker.speculation import Speculation
@@ -57,8 +59,8 @@ class _Begun:
 
     plan: StepPlan
     rows: list[Row]
-    ends: list[int]  # as StepBatch.ends
-    hidden: Tensor  # [T, H]
+    ends: list[int]  # in `hidden`, as StepBatch.ends
+    hidden: Tensor  # [T, H], or of each sequence the last rows, which are sampled
     adapters: AdapterBatch | None = None  # of the tokens
     call: SampleCall | None = None  # draws each sequence's token, where nothing else is to be done
 
@@ -115,6 +117,9 @@ class ModelRunner:
         if self.after is not None:
             step = replace(step, outgoing=self.after.room(batch.ends[-1]))
         call = self._call_of_each(plan, batch.rows)  # while rows are in the caches
+        ends, wanted = self._wanted(plan, batch)
+        if wanted is not None:
+            step = replace(step, wanted=wanted)
         hidden = self.model(input_ids, step)
         if self.ahead is not None and self.ahead.begin(plan, batch, hidden, adapters):
             return
@@ -123,7 +128,9 @@ class ModelRunner:
                 link.done()
         if speculation is not None:
             speculation.computed()
-        self._pass_on(_Begun(plan, batch.rows, batch.ends, hidden, adapters, call))
+        if hidden.shape[0] != ends[-1]:  # the model has made all
+            ends = batch.ends
+        self._pass_on(_Begun(plan, batch.rows, ends, hidden, adapters, call))
 
     @property
     def is_busy(self) -> bool:
@@ -238,6 +245,15 @@ class ModelRunner:
         numbers = {"seed": task.seed, "sequence_index": row.sequence_index, "vocab_size": self.model.vocab_size}
         stops, words = task.stop_token_ids, task.bad_words_token_ids
         return SamplingState(params, row.tokens, stop_token_ids=stops, bad_words_token_ids=words, **numbers)
+
+    def _wanted(self, plan: StepPlan, batch: StepBatch) -> tuple[list[int], Tensor | None]:
+        """The rows of which hidden states are read, where those are the ones that are sampled; and their `ends`."""
+        ends, is_read = batch.ends, self.speculation is not None and self.speculation.proposer.reads_all
+        if ends[-1] == len(ends) or is_read or self.table.num_with_prompt_logprobs or batch.arrays.tails is not None:
+            return ends, None
+        counts = [one.num_drafts + 1 if one.sampling else 0 for one in plan.scheduled]
+        rows = [row for end, count in zip(ends, counts, strict=True) for row in range(end - count, end)]
+        return ([*accumulate(counts)], torch.tensor(rows, dtype=torch.int32)) if len(rows) < ends[-1] else (ends, None)
 
     def _call_of_each(self, plan: StepPlan, rows: list[Row]) -> SampleCall | None:
         """What draws each sequence's token, where that is all, by parameters that are fixed: of most steps by far."""

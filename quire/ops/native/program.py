@@ -111,6 +111,7 @@ class Plan:
             those that host calls touch; then the program's own.
         ends: of outputs, the instruction after which each is made.
         needs_step: some of it looks at the step's tokens.
+        narrow_at: the last instruction of attention, or the number of all.
     """
 
     instructions: list[ctypes.Structure]
@@ -121,6 +122,7 @@ class Plan:
     num_brought: int
     num_bound: int
     needs_step: bool
+    narrow_at: int
 
 
 class Spent(NamedTuple):
@@ -172,6 +174,7 @@ class Program:
             num_buffers=len(memory),
             kernels=target.kernels,
             num_threads=target.num_threads,
+            narrow_at=plan.narrow_at,
         )
         self.handle: int = self._library.quire_program_create(ctypes.addressof(spec))
         self._bound_type, self._strides_type = ctypes.c_void_p * len(memory), ctypes.c_int64 * len(memory)
@@ -203,20 +206,29 @@ class Program:
         return found
 
     def run(
-        self, tensors: Sequence[Tensor], step: StepData | Sequence[StepData] | None = None, caches: Caches | None = None
+        self,
+        tensors: Sequence[Tensor],
+        step: StepData | Sequence[StepData] | None = None,
+        caches: Caches | None = None,
+        wanted: Tensor | None = None,
     ) -> None:
         """Run the program.
 
         Args:
             tensors: its inputs and then its outputs, [T, width] each, contiguous rows.
             step: of each KV group, or of the only one; None where the program needs none.
+            wanted: int32 [R], rows, ascending, that its only output is made of then, [R, width]: beyond the last
+                attention's keys and values no other row is computed.
 
         Raises:
             ValueError: tensors, steps or caches that don't fit the program or each other.
         """
-        num_rows = tensors[-1].shape[0]
+        num_made = tensors[-1].shape[0]
         steps = (step,) if isinstance(step, StepData) else tuple(step or ())
-        self._check_tensors(tensors, num_rows)
+        num_rows = num_made if wanted is None else steps[0].ids.shape[0]
+        if wanted is not None and not (self.is_whole and len(tensors) == 1 and len(wanted) == num_made < num_rows):
+            raise ValueError(f"{num_made} of {num_rows} rows, of {len(tensors)} tensors, can't be computed alone")
+        self._check_tensors(tensors, num_made)
         self._check_step(num_rows, steps, caches)
         if num_rows == 0:
             return
@@ -234,6 +246,8 @@ class Program:
         )
         if caches is not None:
             arguments.caches, arguments.cache_type = caches.address, caches.type
+        if wanted is not None:
+            arguments.wanted, arguments.num_wanted, arguments.num_steps = wanted.data_ptr(), num_made, len(steps)
         for part in self.plan.parts:
             if isinstance(part, HostCall):
                 _call_host(part.function, memory[part.buffer])

@@ -23,7 +23,7 @@ from quire.ops.native.builder import ProgramBuilder, Value, recorded
 from quire.ops.native.library import Target, library
 from quire.ops.native.matrix import PackedMatrix
 from quire.ops.native.program import Caches, Program, StepData
-from quire.ops.native.structs import Epilogue, Type
+from quire.ops.native.structs import TYPE_OF, Epilogue, Type
 
 F32 = torch.float32
 
@@ -448,6 +448,52 @@ def test_kv_groups_have_steps_of_their_own(level: str) -> None:
         assert torch.equal(fresh, cache)
     with pytest.raises(ValueError, match="has 2 KV groups, got steps of 1"):
         made([(0, 0), (1, 1)]).run([rows, rows, *both], step(), Caches(caches, Type.F32))
+
+
+def two_layers(dtype: torch.dtype) -> Program:
+    """Embeddings and two layers in two KV groups, with a stream that goes past the last attention."""
+    builder = ProgramBuilder(dtype)
+    index: Any = builder.ids
+    x: Any = ops.embedding(index, packed(draw(9, 40), TYPE_OF[dtype]))
+    for layer in range(2):
+        spec = AttentionSpec(4, 2, 8, 1.0, layer=layer, group=layer)
+        qkv, out, mlp = (packed(draw(*size, seed=layer) * 0.3, Type.BF16) for size in ((64, 40), (40, 32), (40, 40)))
+        normed = ops.layer_norm(x, None, None, 1e-3)
+        x = product_of(ops.attend(ops.prepare(product_of(normed, qkv), spec), spec), out) + x
+        x = product_of(ops.layer_norm(x, None, None, 1e-3), mlp) + x
+    return builder.finish(x)
+
+
+@each({"dtype": DTYPES, "wanted": [(), (0,), (2,), (3,), (1, 2), (0, 2, 3)]})
+def test_rows_that_are_wanted_alone_are_as_among_all(level: str, dtype: torch.dtype, wanted: tuple[int, ...]) -> None:
+    """Bit for bit, and so are all keys and values; whatever the last attention's rows leave out of a sequence."""
+    program, ids = two_layers(dtype), torch.tensor([3, 8, 1, 5])
+    other = {"slot_mapping": torch.tensor([40, 41, 42, 15]), "block_tables": torch.tensor([[5, 0], [0, 1]])}
+    steps = [step(ids=ids), step(ids=ids, block_size=8, **other)]
+    shapes = [NativeBackend().kv_cache_shape(8, size, 2, 8) for size in (16, 8)]
+    before = [draw(*shape, dtype=dtype) for shape in shapes]  # of tokens that were computed before
+    found = {}
+    for rows in (None, torch.tensor(wanted, dtype=torch.int32)):
+        caches, program_rows = [cache.clone() for cache in before], 4 if rows is None else len(rows)
+        out = torch.full((program_rows, 40), torch.nan, dtype=dtype)
+        program.spent()
+        program.run([out], steps, Caches(caches, TYPE_OF[dtype]), rows)
+        found[rows is None] = out, caches
+        spent = program.spent()
+        assert [each.rows for each in spent if each.op == "prepare"] == [4, 4]
+        assert [each.rows for each in spent if each.op == "attention"] == [4, program_rows]
+        assert spent[-1].rows == program_rows
+    assert torch.equal(found[False][0], found[True][0][list(wanted)])
+    assert all(map(torch.equal, found[False][1], found[True][1]))
+    assert not torch.equal(found[True][1][1], before[1]), "nothing was written"
+
+
+@pytest.mark.parametrize("num_made", [2, 4])
+def test_wanted_rows_are_checked(level: str, num_made: int) -> None:
+    program, caches = two_layers(F32), [torch.zeros(NativeBackend().kv_cache_shape(8, 16, 2, 8)) for _ in range(2)]
+    rows = torch.arange(num_made - num_made % 4 // 2, dtype=torch.int32)  # all, or one where two are to be made
+    with pytest.raises(ValueError, match=f"{num_made} of 4 rows, of 1 tensors, can't be computed alone"):
+        program.run([torch.zeros(num_made, 40)], [step(), step()], Caches(caches, Type.F32), rows)
 
 
 def test_more_slots_than_int32_can_count_are_refused(level: str) -> None:

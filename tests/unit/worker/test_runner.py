@@ -9,7 +9,8 @@ import pytest
 from driving import MAX_DRAFTS, VOCAB, Driver, RecordedProposer
 from torch import Tensor
 
-from quire.protocol.step import FailureKind, Moves, SampleGuide, Sampling, SequenceResult
+from quire.ops.native.library import library
+from quire.protocol.step import FailureKind, Moves, SampleGuide, Sampling, ScheduledSequence, SequenceResult
 from quire.protocol.worker import CallReply, CheckIntegrity
 from quire.speculative.base import ComputedSpan, DraftedSequence, Proposer
 
@@ -200,6 +201,49 @@ def test_prompt_logprobs_come_with_their_chunk(drive: Callable[..., Driver]) -> 
         entries += result.prompt_logprobs.entries
     assert entries == whole.entries
     assert chunked.step([chunked.next(3)])[0].prompt_logprobs is None
+
+
+class SeenModel:
+    """Notes which rows each step wants of a model, and how many it gets."""
+
+    def __init__(self, model: Any) -> None:
+        self.model, self.seen = model, list[tuple[list[int] | None, int]]()
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.model, name)
+
+    def __call__(self, input_ids: Tensor, step: Any) -> Tensor:
+        hidden = self.model(input_ids, step)
+        self.seen.append((None if step.wanted is None else step.wanted.tolist(), len(hidden)))
+        return hidden
+
+
+@pytest.mark.parametrize("kernels", ["auto", "torch"])
+def test_a_model_is_asked_for_the_rows_that_are_sampled(drive: Callable[..., Driver], kernels: str) -> None:
+    """The rest of a prompt's chunk only writes keys and values; every token is as if all rows had been made."""
+
+    def watched() -> tuple[Driver, SeenModel]:
+        driver = drive(kernels=kernels)
+        runner = driver.executor.worker.runner
+        runner.model = seen = SeenModel(runner.model)
+        return driver, seen
+
+    driver, seen = watched()
+    parts: dict[str, list[Any]] = {"new_requests": [], "new_sequences": []}
+    for s in (1, 3, 2):
+        for name, part in driver.add(s, PROMPTS[s], temperature=0.0, logprobs=0).items():
+            parts[name] += part
+    chunk = ScheduledSequence(3, 30, Sampling.NONE)
+    first = driver.step([driver.next(1), chunk, driver.next(2)], **parts)
+    second = driver.step([driver.next(1), driver.next(2), driver.next(3)])
+    driver.step([driver.next(1), driver.next(2), driver.next(3)])
+    driver.start(4, PROMPTS[1], prompt_logprobs=1)
+    native = kernels == "auto" and library() is not None
+    assert seen.seen == [([9, 42], 2 if native else 43), ([0, 1, 8], 3 if native else 9), (None, 3), (None, 10)]
+    driver, seen = watched()
+    drawn = [driver.start(s, PROMPTS[s], temperature=0.0, logprobs=0)[0] for s in (1, 2, 3)]
+    assert drawn == [first[0], first[2], second[2]]
+    assert seen.seen[1] == ([2], 1 if native else 3)
 
 
 def test_reset_forgets_a_step_half_done(drive: Callable[..., Driver]) -> None:
