@@ -25,7 +25,7 @@ from more_workloads import more_workloads
 from quire import LLM, SamplingParams
 from quire.engine.core import EngineCore
 from quire.entrypoints.cli.bench_step import Limits, Work, kernels_of, keys_seen, measure_limits, native_model
-from quire.protocol.step import Sampling, StepPlan
+from quire.protocol.step import StepPlan
 
 
 @dataclass
@@ -62,8 +62,7 @@ class Steps:
         def read(window: float) -> float:
             return sum(min(window, end) for _, end in spans) - shared * self.block_size
 
-        outputs = sum(one.sampling != Sampling.NONE for one in plan.scheduled)
-        self.works.append(Work(1, plan.num_tokens, outputs, seen, read))
+        self.works.append(Work(1, plan.num_tokens, seen, read))
 
 
 def chosen(peers: Path) -> Iterator[tuple[str, list[list[int]], list[int]]]:
@@ -88,10 +87,11 @@ def main() -> None:
     assert isinstance(core, EngineCore)
     submit = core.executor.submit
     for name, prompts, lengths in chosen(Path(peers)):
-        steps = Steps(core.scheduler.kv.block_size)
+        steps, spent = Steps(core.scheduler.kv.block_size), []
         before = measure_limits(model)
 
-        def watched(plan: StepPlan, steps: Steps = steps) -> None:
+        def watched(plan: StepPlan, steps: Steps = steps, spent: list[Any] = spent) -> None:
+            spent.append(model.spent())  # by the step before
             steps.see(plan)
             submit(plan)
 
@@ -101,8 +101,8 @@ def main() -> None:
         llm.generate([{"prompt_token_ids": prompt} for prompt in prompts], params, use_tqdm=False)
         seconds = time.perf_counter() - start
         limits = Limits(*map(max, astuple(before), astuple(measure_limits(model))))
-        spent = model.spent()
-        kernels = [kernels_of(llm, spent, work, model.target.level) for work in steps.works]
+        own = zip([*spent[1:], model.spent()], steps.works, strict=True)
+        kernels = [kernels_of(llm, each, work, model.target.level) for each, work in own]
         floor = sum(kernel.floor(limits) for step in kernels for kernel in step)
         figures = {"name": name, "sec": round(seconds, 3), "floor": round(floor, 3), "share": round(floor / seconds, 3)}
         figures |= {"steps": len(steps.works), "read_GB_s": round(limits.read / 1e9, 1)}

@@ -50,9 +50,9 @@ QUIRE_API(const WeightFormat*, quire_weight_format, int32_t type) {
 QUIRE_API(void, quire_weight_order, const Kernels* level, int32_t type, WeightOrder* found) { *found = level->order_of(Type(type)); }
 
 // bare_loop of limits.h.
-QUIRE_API(double, quire_bare_loop, const Kernels* level, int32_t num_threads, const uint8_t* memory, int64_t size, int32_t in_bytes) {
+QUIRE_API(double, quire_bare_loop, const Kernels* level, int32_t num_threads, const uint8_t* memory, int64_t size, int32_t factors) {
     const Call call(num_threads);
-    return level->bare_loop(memory, size, in_bytes != 0, call.context);
+    return level->bare_loop(memory, size, Factors(factors), call.context);
 }
 
 // The way in which the level cuts up large products from now on, of those that it has, or below 0 the fastest one, which takes a moment

@@ -157,6 +157,8 @@ struct SampleRow;
 
 struct Operation;  // operation.h
 
+enum class Factors : int32_t { bf16, bytes, floats };  // of a bare loop (limits.h)
+
 struct Kernels {
     const char* name;
     const Operation* operations;  // what programs are made of (ops.h)
@@ -165,7 +167,7 @@ struct Kernels {
     void (*unpack_row)(const Matrix&, int64_t row, float* out);  // [cols]
     void (*sample)(const SampleArgs&, Context&);
     void (*move_slots)(const MoveArgs&);
-    double (*bare_loop)(const uint8_t* memory, int64_t size, bool in_bytes, Context&);
+    double (*bare_loop)(const uint8_t* memory, int64_t size, Factors, Context&);
     int32_t num_ways;  // to cut up large products (tuning.h)
     void (*choose_way)(int32_t);
     int32_t (*tune)(Context&);

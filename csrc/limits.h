@@ -29,8 +29,12 @@ inline float read_piece(const uint8_t* from, int64_t bytes) {
     return hsum(sums[0] + sums[1] + (sums[2] + sums[3]));
 }
 
-// Multiplies what lies in L1 `rounds` times, bytes where w8a8 and w4a8 take an instruction for those; adds its operations (a
-// multiplication and an addition are two) to `count`.
+// Multiplies what lies in L1 `rounds` times: in floats, or as bf16 products of many rows do, or bytes where w8a8 and w4a8 take an instruction for
+// those; adds its operations (a multiplication and an addition are two) to `count`.
+inline float multiply_floats(int64_t rounds, double& count) {
+    return add_near<vf>(rounds, 2 * kLanes, count, [](vf sum, vf x) { return sum + x * x; });
+}
+
 #if defined(__AMX_BF16__)
 template <bool kBytes>
 inline float multiply_near(int64_t rounds, double& count) {
@@ -85,19 +89,19 @@ inline float multiply_near(int64_t rounds, double& count) {
         return sum;
     });
 #endif
-    return add_near<vf>(rounds, 2 * kLanes, count, [](vf sum, vf x) { return sum + x * x; });
+    return multiply_floats(rounds, count);
 }
 #endif
 
 // Reads `size` bytes of memory on all threads or, without memory, multiplies so many times; returns the bytes read or operations done.
-inline double bare_loop(const uint8_t* memory, int64_t size, bool in_bytes, Context& context) {
+inline double bare_loop(const uint8_t* memory, int64_t size, Factors factors, Context& context) {
     constexpr int64_t kPiece = 1 << 20, kRounds = 1 << 14;
     const int64_t pieces = divide_up(size, memory ? kPiece : kRounds);
     std::vector<double> counts(context.pool.size());
     std::vector<float> kept(context.pool.size());
     context.pool.run(pieces, [&](int64_t piece, int thread) {
         const int64_t begin = piece * kPiece, bytes = size - begin < kPiece ? size - begin : kPiece;
-        auto multiply = in_bytes ? multiply_near<true> : multiply_near<false>;
+        auto multiply = factors == Factors::floats ? multiply_floats : factors == Factors::bytes ? multiply_near<true> : multiply_near<false>;
         kept[thread] += memory ? read_piece(memory + begin, bytes) : multiply(kRounds, counts[thread]);
     });
     double count = memory ? double(size) : 0;

@@ -10,6 +10,7 @@ import time
 from argparse import ArgumentParser, Namespace
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, astuple, dataclass
+from itertools import chain
 from statistics import median
 from typing import TYPE_CHECKING, Any
 
@@ -38,11 +39,13 @@ class Limits:
 
     Attributes:
         multiply_bytes: where weights and x both are codes of eight bits.
+        multiply_floats: of float32 models, and of attention where a level has no products for bfloat16.
     """
 
     read: float
     multiply: float
     multiply_bytes: float
+    multiply_floats: float
 
 
 @dataclass
@@ -51,6 +54,7 @@ class Kernel:
 
     Attributes:
         rounds_x: they multiply bytes, of so many an activation is made, or in the time of so many; 0: they don't.
+        floats: they multiply floats.
     """
 
     name: str
@@ -59,10 +63,12 @@ class Kernel:
     num_bytes: float = 0
     operations: float = 0
     rounds_x: int = 0
+    floats: bool = False
 
     def floor(self, limits: Limits) -> float:
         """Seconds that a step can't do without."""
-        rate = limits.multiply_bytes / self.rounds_x if self.rounds_x else limits.multiply
+        rate = limits.multiply_floats if self.floats else limits.multiply
+        rate = limits.multiply_bytes / self.rounds_x if self.rounds_x else rate
         return max(self.num_bytes / limits.read, self.operations / rate)
 
     def bound(self, limits: Limits) -> str:
@@ -80,14 +86,12 @@ class Work:
     """What a step was asked for, of so many that were timed.
 
     Attributes:
-        num_outputs: of its tokens, those that logits are computed for.
         seen: keys that tokens meet, summed over tokens, at most `window` each.
         read: keys of sequences, summed over sequences, likewise.
     """
 
     num_steps: int
     num_tokens: float
-    num_outputs: float
     seen: Callable[[float], float]
     read: Callable[[float], float]
 
@@ -123,16 +127,17 @@ def run(namespace: Namespace) -> None:
             if namespace.enable_prefix_caching:
                 continue  # they were computed above
             title = f"prompts: {size} of {length} tokens in {num_steps} steps; of one step"
-            work = Work(num_steps, size * length / num_steps, size / num_steps, *_prompt_keys(size, length, num_steps))
+            work = Work(num_steps, size * length / num_steps, *_prompt_keys(size, length, num_steps))
         else:
             common = f", {shared} of them common" * (shared > 0)
             title = f"decoding: {size} sequences of {length + made:g} tokens{common}; of one step"
-            work = Work(num_steps, size, size, *_decoding_keys(size, length + made, shared))
+            work = Work(num_steps, size, *_decoding_keys(size, length + made, shared))
         tables[phase] = title, seconds / num_steps, work.num_tokens, kernels_of(llm, spent, work, model.target.level)
     # The better of two, as a machine's clock and neighbours change within a run.
     limits = Limits(*map(max, astuple(before), astuple(measure_limits(model))))
     print(f"{model.target.level}, {model.target.num_threads} threads: reads {limits.read / 1e9:.1f} GB/s, ", end="")
-    print(f"multiplies {limits.multiply / 1e9:,.0f} GFLOP/s (bytes {limits.multiply_bytes / 1e9:,.0f}) in bare loops")
+    others = f"(bytes {limits.multiply_bytes / 1e9:,.0f}, floats {limits.multiply_floats / 1e9:,.0f})"
+    print(f"multiplies {limits.multiply / 1e9:,.0f} GFLOP/s {others} in bare loops")
     for table in tables.values():
         _print_table(*table, limits)
     figures = {"limits": asdict(limits)} | {
@@ -158,7 +163,7 @@ def native_model(llm: "LLM") -> "CompiledModel":
 
 
 def measure_limits(model: "CompiledModel") -> Limits:
-    """What bare loops reach just now, with the model's level and threads: some 0.9 s."""
+    """What bare loops reach just now, with the model's level and threads: some 1.2 s."""
     import torch
 
     from quire.ops.native.library import loaded_library, prefault
@@ -167,8 +172,8 @@ def measure_limits(model: "CompiledModel") -> Limits:
     target, bare_loop = model.target, loaded_library().quire_bare_loop
     memory = huge_pages((_READ_BYTES,), torch.uint8)  # as weights are
     prefault(memory, target.num_threads)
-    calls = ((memory.data_ptr(), _READ_BYTES, 0), (None, _MULTIPLY_ROUNDS, 0), (None, _MULTIPLY_ROUNDS, 1))
-    rates: list[list[float]] = [[], [], []]
+    calls = [(memory.data_ptr(), _READ_BYTES, 0), *((None, _MULTIPLY_ROUNDS, factors) for factors in range(3))]
+    rates = [list[float]() for _ in calls]
     for _ in range(15):  # a third of a second: the clock of a first moment does not last
         for call, found in zip(calls, rates, strict=True):
             done, start, spent = 0.0, time.perf_counter(), 0.0
@@ -233,27 +238,29 @@ def kernels_of(llm: "LLM", spent: tuple[_Spents, _Spents], work: Work, level: st
     from quire.ops.native.structs import Type
 
     report = llm.llm_engine.executor.report if llm.llm_engine.executor else None
-    key_bytes = 1 if report and report.kv_cache_dtype == "int8" else 4 if llm.model_config.dtype == "float32" else 2
+    is_float = llm.model_config.dtype == "float32"
+    key_bytes = 1 if report and report.kv_cache_dtype == "int8" else 4 if is_float else 2
     found: dict[str, Kernel] = {}
-    for tokens, own in zip((work.num_tokens, work.num_outputs), spent, strict=True):
-        for op, spec, seconds, calls, rows, inner in own:
-            name, num_bytes, operations, rounds_x = op, 0.0, 0.0, 0
-            calls, rows = (calls / work.num_steps, rows / work.num_steps) if inner else (1, tokens)
-            if op == "linear":
-                weight, kind, size = spec.weight, Type(spec.weight.type), (spec.weight.rows, spec.weight.cols)
-                name = f"product {size[0]} x {size[1]} {kind.name.lower().split('_')[0]}"
-                num_bytes = calls * math.prod(PackedMatrix.data_shape(*size, kind))
-                operations = 2.0 * math.prod(size) * rows
-                rounds_x = order[2] if (order := weight_order(level, kind))[:2] == (kind, weight.paired) else 0
-            elif op == "attention":
-                heads, window = spec.heads, spec.window or math.inf
-                num_bytes = work.read(window) * heads.num_kv_heads * heads.head_dim * 2 * key_bytes
-                operations = 4.0 * work.seen(window) * heads.num_heads * heads.head_dim
-            kernel = found.setdefault(name, Kernel(name, rounds_x=rounds_x))
-            kernel.calls += calls
-            kernel.seconds += seconds / work.num_steps
-            kernel.num_bytes += num_bytes
-            kernel.operations += operations
+    for op, spec, seconds, calls, rows, _ in chain(*spent):
+        name, num_bytes, operations, rounds_x, floats = op, 0.0, 0.0, 0, is_float
+        calls, rows = calls / work.num_steps, rows / work.num_steps
+        if op == "linear":
+            weight, kind, size = spec.weight, Type(spec.weight.type), (spec.weight.rows, spec.weight.cols)
+            name = f"product {size[0]} x {size[1]} {kind.name.lower().split('_')[0]}"
+            num_bytes = calls * math.prod(PackedMatrix.data_shape(*size, kind))
+            operations = 2.0 * math.prod(size) * rows
+            rounds_x = order[2] if (order := weight_order(level, kind))[:2] == (kind, weight.paired) else 0
+        elif op == "attention":
+            heads, window = spec.heads, spec.window or math.inf
+            seen = work.seen if rows >= work.num_tokens else work.read  # the last layer's: by the newest tokens alone
+            num_bytes = work.read(window) * heads.num_kv_heads * heads.head_dim * 2 * key_bytes
+            floats = is_float or level == "avx2"
+            operations = 4.0 * seen(window) * heads.num_heads * heads.head_dim
+        kernel = found.setdefault(name, Kernel(name, rounds_x=rounds_x, floats=floats))
+        kernel.calls += calls
+        kernel.seconds += seconds / work.num_steps
+        kernel.num_bytes += num_bytes
+        kernel.operations += operations
     return [*found.values()]
 
 

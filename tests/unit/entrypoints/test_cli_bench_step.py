@@ -36,7 +36,7 @@ def test_a_run_on_the_demo(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -
     figures, plot = tmp_path / "f.json", tmp_path / "f.svg"
     assert main(["bench", "step", "demo", *SMALL, "--output-json", str(figures), "--plot", str(plot)]) == 0
     found = json.loads(figures.read_text())
-    assert all(found["limits"][rate] > 1e8 for rate in ("read", "multiply", "multiply_bytes"))
+    assert all(found["limits"][rate] > 1e8 for rate in ("read", "multiply", "multiply_bytes", "multiply_floats"))
     prompts, decoding = ({one["name"]: one for one in found[phase]["kernels"]} for phase in ("prompts", "decoding"))
     assert prompts.keys() == decoding.keys() >= {"attention", "norm", "product 256 x 704 bf16"}
     down, head = "product 256 x 704 bf16", "product 4096 x 256 bf16"
@@ -44,12 +44,14 @@ def test_a_run_on_the_demo(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -
         assert kernels[down]["calls"] == 5
         kept = weight_order(default_target().level, Type.BF16)[0]
         assert kernels[down]["num_bytes"] == 5 * 256 * 704 // 512 * weight_format(kept).tile_bytes
-        assert kernels[down]["operations"] == 5 * 2 * 256 * 704 * tokens
+        assert kernels[down]["operations"] == 2 * 256 * 704 * (4 * tokens + 3)  # in the last layer of the last tokens
         assert kernels[head]["operations"] == 2 * 4096 * 256 * 3  # of the last tokens only
-    heads = prompts["attention"]["operations"] / (4 * 3 * 40 * 41 / 2)
-    assert heads == pytest.approx(
-        decoding["attention"]["operations"] / (4 * 3 * 43.5)
-    )  # 40 tokens, and then 42 to 45 keys: the first is not timed
+    each = 4 * 8 * 32  # operations of a token and a key in a layer: 8 heads of 32
+    assert prompts["attention"]["operations"] == each * 3 * (4 * 40 * 41 / 2 + 40)
+    # 42 to 45 keys: the first step is not timed
+    assert decoding["attention"]["operations"] == pytest.approx(each * 3 * 5 * 43.5)
+    of_floats = [prompts[name]["floats"] for name in ("attention", down)]
+    assert of_floats == [default_target().level == "avx2", False]
     step = found["decoding"]["seconds"]
     assert 0 < sum(one["seconds"] for one in decoding.values()) < step
     ElementTree.fromstring(plot.read_text())
@@ -101,8 +103,9 @@ def test_experts_are_counted_by_the_rows_they_had(tmp_path: Path) -> None:
         kernels = {one["name"]: one for one in found[phase]["kernels"]}
         assert kernels["experts"]["calls"] == kernels["route"]["calls"] == kernels["mix"]["calls"] == 2
         up, down = kernels["product 192 x 64 bf16"], kernels["product 64 x 96 bf16"]
-        assert up["operations"] == pytest.approx(2 * 2 * 192 * 64 * tokens * 2)
-        assert down["operations"] == pytest.approx(2 * 2 * 64 * 96 * tokens * 2)
+        # In the last layer of the last tokens.
+        assert up["operations"] == pytest.approx(2 * 2 * 192 * 64 * (tokens + 3))
+        assert down["operations"] == pytest.approx(2 * 2 * 64 * 96 * (tokens + 3))
         assert 2 * 2 <= up["calls"] == down["calls"] <= 2 * 6, "those that have rows, in each layer"
         assert 0 < down["num_bytes"] < up["num_bytes"]
 
@@ -132,7 +135,7 @@ def test_prompts_over_several_steps_are_told_by_the_step(quantization: str, tmp_
     found = json.loads(figures.read_text())
     kernels = {one["name"]: one for one in found["prompts"]["kernels"]}
     down = f"product 256 x 704 {quantization}"
-    assert kernels[down]["operations"] == pytest.approx(5 * 2 * 256 * 704 * 120 / 4)
+    assert kernels[down]["operations"] == pytest.approx(2 * 256 * 704 * (4 * 120 + 3) / 4)
     words = quantization == "w8a8" and default_target().level == "avx2"  # which can't multiply bytes and bytes
     assert [kernels[name]["rounds_x"] for name in (down, "attention")] == [0 if words else 1, 0]
     # The last prompt ends in the fourth step or later: the first sequence has decoded meanwhile, and goes on with it.
@@ -148,11 +151,13 @@ def test_sequences_that_do_not_fit_at_once_are_refused(capsys: pytest.CaptureFix
 
 
 def test_a_floor_is_the_longer_time() -> None:
-    limits = Limits(read=10.0, multiply=100.0, multiply_bytes=200.0)
+    limits = Limits(read=10.0, multiply=100.0, multiply_bytes=200.0, multiply_floats=50.0)
     kernel = Kernel("a", 1, 4.0, num_bytes=20.0, operations=100.0)
     assert (kernel.floor(limits), kernel.bound(limits)) == (2.0, "memory")
     kernel.operations = 300.0
     assert (kernel.floor(limits), kernel.bound(limits)) == (3.0, "multiplication")
+    kernel.floats = True
+    assert (kernel.floor(limits), kernel.bound(limits)) == (6.0, "multiplication")
     kernel.rounds_x = 1
     assert (kernel.floor(limits), kernel.bound(limits)) == (2.0, "memory")
     kernel.rounds_x = 2
