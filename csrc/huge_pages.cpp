@@ -1,5 +1,5 @@
 // Weights that are a mapped file's, moved into huge pages while the engine runs. Most systems keep files in pages of 4 KB, and then
-// decoding is up to a tenth slower: where those lie has to be looked up, too.
+// decoding is up to 15% slower: where those lie has to be looked up, too.
 #include "api.h"
 
 #if defined(__linux__)

@@ -1,6 +1,6 @@
 // Where the ranks of a tensor group meet: the head of a piece of shared memory, before its two buffers.
 //
-// quire/distributed/groups.py makes it, all zeros, and has the same layout. A rank that arrives counts its own place up
+// Executors make it, all zeros; quire/distributed/groups.py has the same layout. A rank that arrives counts its own place up
 // and waits for the others; what they wrote to the turn's buffer before is then there to be read. The buffers take turns:
 // who writes to one again has met everybody once more since, so all have read it, and one meeting a turn is enough.
 #pragma once

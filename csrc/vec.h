@@ -1,6 +1,6 @@
 // Vectors of floats in the width of the level that this file is compiled for, on GCC's and Clang's vector extensions.
 //
-// Every kernel outside the *_amx files is written once, against this header, and compiled once per level (level.cpp)
+// Kernels that need no instruction of one level are written once, against this header, and compiled once per level (level.cpp)
 // into the namespace QUIRE_NS. Lanes never depend on each other but in `hsum` and `hmax`, whose order is fixed.
 #pragma once
 

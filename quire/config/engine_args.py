@@ -47,7 +47,8 @@ class EngineArgs:
     tokenizer: str | None = option(None)
     """Tokenizer directory or hub id; the model's own by default."""
     tokenizer_mode: Literal["auto", "hf", "slow", "mistral"] = option("auto")
-    """'auto' and 'hf' read tokenizer.json, 'slow' a SentencePiece tokenizer.model."""
+    """'auto' and 'hf' read tokenizer.json, else vocab.json with merges.txt, else tokenizer.model; 'slow' a
+    SentencePiece tokenizer.model; 'mistral' reads tokenizer.json, with a warning."""
     skip_tokenizer_init: bool = option(False)
     """Load no tokenizer: prompts and outputs are token ids only."""
     trust_remote_code: bool = option(False)
@@ -95,7 +96,8 @@ class EngineArgs:
     max_num_seqs: int = option(256, 1, 10**5)
     """Most sequences that run in one step."""
     max_num_batched_tokens: int | None = option(None, 1)
-    """Most tokens computed in one step; 2048, or max_model_len where chunked prefill is off, by default."""
+    """Most tokens computed in one step; 2048 by default, or max_model_len where chunked prefill is off and that
+    is more."""
     enable_chunked_prefill: bool = option(True)
     """Cut long prompts in chunks that ride along with decoding; off: a step is either prefill or decode."""
     long_prefill_token_threshold: int = option(0, 0)
@@ -122,8 +124,8 @@ class EngineArgs:
     num_kv_blocks: int | None = option(None, 1, aliases=("num_gpu_blocks_override",))
     """Number of KV blocks; overrides every measurement."""
     swap_space: float | None = option(None, 0, aliases=("kv_offloading_size",))
-    """Host memory, in GiB, to which preempted requests and evicted prefixes go and come back; on a CPU none by default,
-    where the KV cache itself can be as large."""
+    """Host memory, in GiB, to which preempted requests and evicted prefixes go and come back; none by default, or 1
+    GiB where kv_cache_dir is given."""
     kv_events_config: dict[str, Any] | None = option(None)
     """Publish what happens to cached KV blocks, as vLLM does: enable_kv_cache_events, endpoint, ... (JSON)."""
     kv_cache_dir: str | None = option(None, expands=True)
@@ -173,7 +175,7 @@ class EngineArgs:
     max_prompt_adapter_token: int = option(128, 1)
     """Most virtual tokens of an adapter."""
     enforce_eager: bool = option(False)
-    """On a GPU, run steps of decoding kernel by kernel, and not as captured graphs; a CPU has none."""
+    """On a GPU, run all steps kernel by kernel, and none as captured graphs; a CPU has none."""
     stream_interval: int = option(1, 1)
     """Tokens that a stream gathers for each of its pieces; the first token comes at once, and the last ones."""
     disable_log_stats: bool = option(False)

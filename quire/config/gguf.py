@@ -3,7 +3,7 @@
 `quire.config.model` reads a `.gguf` model's configuration by it, `quire.text.gguf` its tokenizer, the worker its
 tensors. Reads headers only, and holds every count and offset against the file's size before it is believed. (The gguf
 package's own reader takes seconds for a large vocabulary, and believes counts.) Knows no torch; the package, of the
-extra quire[gguf], tells the sizes of types.
+extra "gguf", tells the sizes of types.
 """
 
 import math
@@ -230,9 +230,7 @@ def _read_tensors(header: _Header, path: Path, num_tensors: int, alignment: Any)
     try:
         from gguf.constants import GGML_QUANT_SIZES, GGMLQuantizationType
     except ImportError:
-        raise ModelLoadError(
-            f"{path.name} needs the gguf package; install it with pip install 'quire[gguf]'."
-        ) from None
+        raise ModelLoadError(f"{path.name} needs the gguf package; install it with pip install gguf.") from None
     if type(alignment) is not int or alignment < 1 or alignment & (alignment - 1):
         raise header.error(f"has general.alignment = {alignment!r}, which is no power of two")
     infos: list[GGUFTensor] = []

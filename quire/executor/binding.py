@@ -1,6 +1,7 @@
 """Which cores each worker of a machine gets: an even share of whole cores, neighbours together, or as the user says.
 
-The processes executor asks. Memory follows the cores: the kernel gives a process that of the node it runs on.
+The processes executor asks, and so does each of several engines. Memory
+follows the cores: the kernel gives a process that of the node it runs on.
 """
 
 import os

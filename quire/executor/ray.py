@@ -222,7 +222,7 @@ def _connected(address: str | None) -> Any:
     try:
         ray = importlib.import_module("ray")
     except ImportError as error:
-        raise ConfigError("distributed_executor_backend='ray' needs Ray: pip install 'quire[ray]'.") from error
+        raise ConfigError("distributed_executor_backend='ray' needs Ray: pip install ray.") from error
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
     handler = signal.getsignal(signal.SIGTERM)
     try:

@@ -1,4 +1,4 @@
-"""The feed-forward blocks: gated (Llama and most) and plain (GPT-2, OPT)."""
+"""The feed-forward blocks: gated (Llama and most) and plain (GPT-2, OPT, StarCoder2, Arcee)."""
 
 from torch import Tensor, nn
 

@@ -1,7 +1,8 @@
 """The contract of a proposer, which drafts tokens ahead of the model.
 
-The model runner calls it after each step's tokens are drawn; the rows keep what it proposes. A draft is accepted when
-the sampler draws it, so that a proposer changes how fast tokens come and never which. It knows no plan.
+The model runner calls it after each step's tokens are drawn; the rows keep what it proposes. Where acceptance is
+"exact" a draft is accepted when the sampler draws it, so that a proposer changes how fast tokens come and never which;
+by other rules `quire.worker.judging` accepts. It knows no plan.
 """
 
 import math

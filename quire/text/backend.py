@@ -129,7 +129,7 @@ def load_sentencepiece(file: Path, config: TokenizerConfig) -> tuple[SentencePie
         from sentencepiece import SentencePieceProcessor
     except ImportError:
         raise ModelLoadError(
-            "tokenizer.model needs the sentencepiece library; install it with pip install 'quire[sentencepiece]', "
+            "tokenizer.model needs the sentencepiece library; install it with pip install sentencepiece, "
             "or add the model's tokenizer.json."
         ) from None
     settings = config.settings

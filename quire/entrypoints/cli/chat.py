@@ -48,7 +48,7 @@ def run(namespace: Namespace) -> None:
         talk.ask(namespace.quick)
         return
     if interactive:
-        lacks = "\n(pip install 'quire[chat]' brings multi-line editing and Markdown.)" if keyboard.lacks else ""
+        lacks = "\n(pip install prompt-toolkit rich brings multi-line editing and Markdown.)" if keyboard.lacks else ""
         print(f"{greeting} /help tells of commands, /quit (or Ctrl-D) leaves.{lacks}")
     talk.run()
 

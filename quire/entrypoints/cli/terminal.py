@@ -1,6 +1,6 @@
 """What the user types, and how a text is shown while it comes: for `quire chat` and `quire complete`.
 
-With prompt_toolkit and rich (`pip install 'quire[chat]'`), at a terminal that allows it, lines are edited over several
+With prompt_toolkit and rich (the extra "chat"), at a terminal that allows it, lines are edited over several
 lines, kept for the next run, and Markdown is rendered; else readline and plain text do. Knows nothing of conversations.
 """
 

@@ -1,7 +1,7 @@
 """Every option of the server: the flags of `quire serve` beside the engine's, which are `EngineArgs`.
 
-A field is an option, its ``help`` the documentation and the flag's text. The names are those of `vllm serve`. Nothing
-here opens a file or a socket: `quire.entrypoints.server.launch` does.
+A field is an option, its ``help`` the documentation and the flag's text. The names are those of `vllm serve` where it
+has such an option. Nothing here opens a file or a socket: `quire.entrypoints.server.launch` does.
 """
 
 from dataclasses import dataclass

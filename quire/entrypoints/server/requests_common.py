@@ -1,6 +1,6 @@
 """What completion and chat requests have in common: the fields, their types and bounds, and what is refused by name.
 
-Fields left out, or null, take the defaults that API.md gives. Validation is strict: no bool passes for a number, no
+Fields left out, or null, take vLLM's defaults. Validation is strict: no bool passes for a number, no
 fraction for an integer. Rules between fields, and those that depend on the model, are for `sampling` to check. Knows no
 engine.
 """

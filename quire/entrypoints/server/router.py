@@ -1,6 +1,6 @@
 """Which replica takes a request: in turn, by load, or by what its KV cache holds, within a bound on its load.
 
-`clients.replicas` asks it, a simulation plays it, and a property test drives it. It does no I/O and looks at no clock:
+`replicas` asks it, a simulation plays it, and a property test drives it. It does no I/O and looks at no clock:
 the same calls give the same choices. What a replica holds is known from what was sent there, which is remembered as an
 engine would: the blocks used last, as many as it has. How a block is named is the caller's affair.
 """

@@ -1,6 +1,6 @@
 """How a service's answer goes to the client: as JSON, or as server-sent events; and its end when the client leaves.
 
-The routes of completions and chat call `respond`. Each item of a service's stream, which holds all that one engine
+All routes that have the model answer call `respond`. Each item of a service's stream, which holds all that one engine
 step has for the connection, is one `send`. Knows nothing of what is in the events.
 """
 

@@ -81,7 +81,7 @@ def open_terminal(request: pytest.FixtureRequest, server: Any, tmp_path: Path) -
     def start() -> Terminal:
         opened.append(Terminal(server.url, tmp_path, plain))
         greeting = opened[-1].wait_for(">")
-        assert ("pip install 'quire[chat]'" in greeting) == plain
+        assert ("pip install prompt-toolkit rich" in greeting) == plain
         return opened[-1]
 
     yield start
