@@ -1,6 +1,6 @@
 """What a format of tool calls is: the script that reads it, and the frame by which a grammar makes a model write it.
 
-Each format's file has one `Form`; `registry` lists them. The functions here describe one call in the ways that formats
+Each format is a `Form`; `registry` lists them. The functions here describe one call in the ways that formats
 have: JSON with the name within, a name and JSON, tags, keywords. They know nothing of requests and tokenizers.
 """
 

@@ -1,24 +1,14 @@
 """The formats of tool calls and thoughts, by name, and how a model's chat template tells which one is meant.
 
-`parsing` asks it for what the server's options name; "auto" looks into the template. A new format is a file and a line.
+`parsing` asks it for what the server's options name; "auto" looks into the template. A new format is a line here, and a
+`Form` in a file of its own, or beside those that are much like it.
 """
 
 import difflib
 import re
 from functools import lru_cache
 
-from quire.entrypoints.server.parsers import (
-    deepseek,
-    gemma,
-    glm,
-    harmony,
-    json_formats,
-    kimi_k2,
-    mistral,
-    pythonic,
-    qwen3_coder,
-    thoughts,
-)
+from quire.entrypoints.server.parsers import gemma, harmony, json_formats, name_formats, pythonic, tag_formats, thoughts
 from quire.entrypoints.server.parsers.forms import Form
 from quire.entrypoints.server.parsers.thoughts import ThoughtForm
 from quire.errors import ConfigError
@@ -28,14 +18,14 @@ _FORMS: list[tuple[Form, tuple[str, ...]]] = [
     (json_formats.HERMES, ("hermes", "qwen2_5")),
     (json_formats.LLAMA3, ("llama3_json", "llama4_json")),
     (pythonic.FORM, ("llama4_pythonic", "pythonic")),
-    (mistral.FORM, ("mistral",)),
-    (qwen3_coder.FORM, ("qwen3_coder", "qwen3_xml")),
-    (deepseek.FORM, ("deepseek_v3", "deepseek_v31")),
+    (name_formats.MISTRAL, ("mistral",)),
+    (tag_formats.QWEN3_CODER, ("qwen3_coder", "qwen3_xml")),
+    (name_formats.DEEPSEEK, ("deepseek_v3", "deepseek_v31")),
     (json_formats.GRANITE, ("granite",)),
     (json_formats.PHI4, ("phi4", "phi4_mini_json")),
     (gemma.FORM, ("gemma", "gemma4", "functiongemma")),
-    (glm.FORM, ("glm4", "glm45", "glm47")),
-    (kimi_k2.FORM, ("kimi_k2",)),
+    (tag_formats.GLM, ("glm4", "glm45", "glm47")),
+    (name_formats.KIMI_K2, ("kimi_k2",)),
     (harmony.FORM, ("openai", "gpt-oss")),
 ]
 TOOL_FORMS = {name: form for form, names in _FORMS for name in names}
