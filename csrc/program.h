@@ -32,7 +32,7 @@ struct ProgramSpec {
     int64_t num_buffers;
     const Kernels* kernels;  // of a level; a KV cache's layout belongs to one
     int32_t num_threads;
-    int64_t narrow_at;  // the last attention's instruction, or the number of all where there is none
+    int64_t narrow_at;  // the last attention's instruction, or the first one where there is none
 };
 
 struct RunArgs {

@@ -276,7 +276,7 @@ def _plan(steps: list[Step], inputs: Sequence[Value], outputs: Sequence[Value], 
         num_brought=len(bound),
         num_bound=num_bound,
         needs_step=any(step.needs_step for step in steps),
-        narrow_at=max((i for i, step in enumerate(steps) if step.op == "attention"), default=len(steps)),
+        narrow_at=max((i for i, step in enumerate(steps) if step.op == "attention"), default=0),
     )
 
 

@@ -111,7 +111,7 @@ class Plan:
             those that host calls touch; then the program's own.
         ends: of outputs, the instruction after which each is made.
         needs_step: some of it looks at the step's tokens.
-        narrow_at: the last instruction of attention, or the number of all.
+        narrow_at: the last instruction of attention, or the first of all where there is none.
     """
 
     instructions: list[ctypes.Structure]

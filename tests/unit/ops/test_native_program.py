@@ -488,6 +488,18 @@ def test_rows_that_are_wanted_alone_are_as_among_all(level: str, dtype: torch.dt
     assert not torch.equal(found[True][1][1], before[1]), "nothing was written"
 
 
+def test_rows_that_are_wanted_alone_where_nothing_attends(level: str) -> None:
+    builder = ProgramBuilder(F32)
+    index: Any = builder.ids
+    x: Any = ops.embedding(index, packed(draw(9, 40), Type.F32))
+    program, where = builder.finish(ops.layer_norm(x, None, None, 1e-3)), step(ids=torch.tensor([3, 8, 1, 5]))
+    whole, memory = torch.empty(4, 40), torch.full((4, 40), 7.0)
+    program.run([whole], where)
+    program.run([memory[:2]], where, None, torch.tensor([1, 3], dtype=torch.int32))
+    assert torch.equal(memory[:2], whole[[1, 3]])
+    assert (memory[2:] == 7).all(), "rows were written that nobody wants"
+
+
 @pytest.mark.parametrize("num_made", [2, 4])
 def test_wanted_rows_are_checked(level: str, num_made: int) -> None:
     program, caches = two_layers(F32), [torch.zeros(NativeBackend().kv_cache_shape(8, 16, 2, 8)) for _ in range(2)]
