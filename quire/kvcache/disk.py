@@ -72,7 +72,10 @@ class DiskTier:
         return [name for name in answered if name not in left]
 
     def cancel(self) -> None:
-        """No answer will come any more to what was asked."""
+        """No answer will come any more to what was asked, and blocks that wait to be written may be lost by then."""
+        for group, _, name in self.saves:
+            self.known[group].discard(name)
+        self.saves = []
         for group, host in self.under_way:
             self._host[group].release(host)
         self.under_way, self._fetches = {}, []

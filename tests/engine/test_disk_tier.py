@@ -84,6 +84,25 @@ def test_blocks_that_wait_to_be_written_are_no_request(start: Callable[..., LLME
     assert second.stats().prefix_cache_hits_total == 64
 
 
+@pytest.mark.parametrize("ended", [False, True])
+def test_blocks_that_a_sleep_has_lost_are_not_written(start: Callable[..., LLMEngine], ended: bool) -> None:
+    """Once the engine wakes up those blocks hold something else, and no file says that it is the wrong one."""
+    expected = answer(start(kv_cache_dir=None), LONG)
+    one = start()
+    one.add_request("kept", [5, 6, 7], SamplingParams(max_tokens=20, logprobs=0, ignore_eos=True))
+    one.add_request("done", LONG, SamplingParams(temperature=0, max_tokens=1, ignore_eos=True))
+    while not any(output.request_id == "done" and output.finished for output in one.step()):
+        pass
+    one.core.call("sleep", 1, True)
+    if ended:
+        one.abort_request("kept")
+        one.step()
+    one.core.call("wake_up", None)
+    drain(one)
+    assert answer(one, LONG) == expected
+    assert answer(start(), LONG) == expected
+
+
 def test_no_step_waits_for_a_disk_that_hangs(
     start: Callable[..., LLMEngine], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
