@@ -185,11 +185,12 @@ class AsyncLLM:
         self._external[internal] = external
         self._admission.queued.add(internal)
         try:
-            if params is not _ONE_TOKEN:  # an adapter is loaded all the same
-                await self._admission.wait()
+            loads = params is _ONE_TOKEN
             if not isinstance(prompt, PreparedPrompt):
                 prompt, params = await self.prepare(prompt, params or self.get_default_sampling_params()), None
             processed = self._inputs.processor.process(external, prompt, params, arrival, terms)
+            if not loads:  # an adapter is loaded all the same
+                await self._admission.wait()  # nothing is awaited after it: who pauses the engine sees all that passed
             stream.source = self._submit(processed.renamed(internal), external)
             yield stream
         finally:

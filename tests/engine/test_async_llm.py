@@ -382,6 +382,36 @@ def test_requests_wait_while_it_is_paused(engine: Engine, mode: str) -> None:
     engine.run(check())
 
 
+def test_requests_whose_prompts_are_encoded_in_a_pause_wait(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+    llm, params, prepare = (
+        engine.llm,
+        SamplingParams(temperature=0.0, max_tokens=3, ignore_eos=True),
+        engine.llm.prepare,
+    )
+
+    async def check() -> None:
+        encoding, encoded = asyncio.Event(), asyncio.Event()
+
+        async def slow(*arguments: Any) -> Any:
+            encoding.set()
+            await encoded.wait()
+            return await prepare(*arguments)
+
+        monkeypatch.setattr(llm, "prepare", slow)
+        late = asyncio.create_task(engine.collect(PROMPTS[0], params))
+        await encoding.wait()
+        await llm.pause_generation(mode="wait")
+        encoded.set()
+        done, _ = await asyncio.wait([late], timeout=0.3)
+        assert not done
+        assert (await llm.snapshot()).num_sequences == 0
+        await llm.resume_generation()
+        assert (await late)[-1].outputs[0].finish_reason == "length"
+        await engine.when_idle()
+
+    engine.run(check())
+
+
 @pytest.mark.parametrize("clear_cache", [True, False])
 def test_requests_are_kept_in_a_pause(engine: Engine, clear_cache: bool) -> None:
     """No token comes meanwhile, none is lost or another than without it, and one that is kept can be ended."""
