@@ -230,8 +230,11 @@ class EngineCore:
         """
         known = isinstance(tags, Iterable | None) and all(str(tag) in _PARTS for tag in tags or ())
         require(known, "tags", tags, "a list of 'weights' and 'kv_cache'")
-        self.call_workers("wake_up", [wanted := sorted(self._asleep.intersection(tags or _PARTS))])
-        self._asleep.difference_update(wanted and [*wanted, "weights"])
+        wanted = self._asleep.intersection(tags or _PARTS)
+        for part in ("weights", "kv_cache"):
+            if part in wanted or (wanted and part == "weights"):
+                self.call_workers("wake_up", [[part]])  # ranks meet for the cache: by then none has failed to load
+                self._asleep.discard(part)
         if not self._asleep:
             self._sleep_state = SLEEP_STATES[0]
 
@@ -245,14 +248,18 @@ class EngineCore:
         They are loaded beside those in use, unless the engine sleeps, and no cached prefix outlives the change.
 
         Raises:
-            RequestFailedError: they are not there, broken, or another model's; those in use stay so.
+            RequestFailedError: they are not there, broken, or another model's, and those in use stay so; or there is no
+                memory left for the KV cache, which `wake_up` may be asked for again.
             EngineDeadError: some workers have them, and others could not.
         """
         if not self._begin_anew():
             return False
-        self.call_workers("update_weights", [path, sorted(_PARTS - self._asleep)])
+        self.call_workers("update_weights", [path])
         self.scheduler.kv.reset_prefix_cache()  # names of blocks on the disk stand for others now
         self._asleep.discard("weights")
+        if "kv_cache" not in self._asleep:  # the worker that has them is a new one
+            self._asleep, self._sleep_state = {"kv_cache"}, SLEEP_STATES[1]
+            self.wake_up()
         return True
 
     def call_workers(self, method: str, arguments: list[Any]) -> Returned:

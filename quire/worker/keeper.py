@@ -58,14 +58,13 @@ class Keeper:
             self._worker.cache_report()  # as at the start: ranks meet in it, and the disk's files are opened
             self._worker.initialize_cache(self._place.layout)
 
-    def update_weights(self, path: str, tags: list[str]) -> None:
-        """Load other weights, and then let go of those there are; the KV cache is made anew if it is among the tags."""
+    def update_weights(self, path: str) -> None:
+        """Load other weights, and then let go of those there are, and of the KV cache."""
         model = replace(self._first.model, path=Path(path), model=path)
         config = replace(self._first, model=model, weight_cache=False, load_format="auto")
         worker = self._load(config)
         self._drop()
         self._config, self._worker = config, worker
-        self.wake_up(tags)
 
     def close(self) -> None:
         """Write to the disk what waits for it; safe to call twice."""

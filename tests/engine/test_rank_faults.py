@@ -15,6 +15,7 @@ from test_processes import nothing_left
 from quire import LLM, SamplingParams
 from quire.errors import EngineDeadError
 from quire.ops.native.library import TORCH, levels
+from quire.utils.hub import resolve_model_path
 
 __all__ = ["nothing_left"]  # a fixture of all tests here
 pytestmark = pytest.mark.nightly
@@ -80,3 +81,29 @@ def test_a_kernel_has_no_memory(
     found = re.search(line, capfd.readouterr().err)
     assert found is not None
     assert int(found[1]) > 100_000
+
+
+UNREADABLE = """
+from pathlib import Path
+from quire.worker.worker import Worker
+real = Worker.load
+def load(*given, **named):
+    if Path(os.environ["QUIRE_TEST_FILE"]).exists():
+        raise OSError("the disk is gone")
+    return real(*given, **named)
+Worker.load = load
+"""
+
+
+@pytest.mark.parametrize("method", ["wake_up", "update_weights"])
+def test_a_rank_that_cannot_load_again_is_not_waited_for(
+    method: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    in_rank_1(tmp_path, monkeypatch, UNREADABLE)
+    gone = tmp_path / "gone"
+    monkeypatch.setenv("QUIRE_TEST_FILE", str(gone))
+    llm = LLM("demo", num_kv_blocks=512, **SIZES["TP 2"])
+    assert method != "wake_up" or llm.sleep()
+    gone.touch()
+    with pytest.raises(EngineDeadError, match="the workers are no more alike: .*the disk is gone"):
+        llm.wake_up() if method == "wake_up" else llm.update_weights(str(resolve_model_path("demo")))

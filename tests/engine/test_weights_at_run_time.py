@@ -14,7 +14,9 @@ from safetensors.torch import load_file, save_file
 
 from quire import LLM, SamplingParams
 from quire.errors import InvalidRequestError, NotYetSupportedError, OverloadedError, RequestFailedError
+from quire.protocol.cache import CacheLayout
 from quire.utils.hub import resolve_model_path
+from quire.worker.worker import Worker
 
 DEMO = resolve_model_path("demo")
 PROMPTS = ["Once upon a time there was a king who had", "The captain said that he would never go back to the island"]
@@ -119,6 +121,28 @@ def test_weights_that_are_refused_leave_nothing_behind(start: Callable[..., LLM]
             llm.update_weights("/nowhere")
         llm.llm_engine.check_integrity()
         assert answers(llm) == before
+
+
+def test_a_cache_that_finds_no_memory_may_be_asked_for_again(
+    start: Callable[..., LLM], other: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def nothing_left(worker: Worker, layout: CacheLayout) -> None:
+        raise MemoryError("no memory for the cache")
+
+    llm = start()
+    with monkeypatch.context() as patch:
+        patch.setattr(Worker, "initialize_cache", nothing_left)
+        with pytest.raises(RequestFailedError, match="no memory for the cache"):
+            llm.update_weights(other)
+        assert llm.is_sleeping()
+        with pytest.raises(OverloadedError, match="wake it up"):
+            answers(llm)
+        with pytest.raises(RequestFailedError, match="no memory for the cache"):
+            llm.wake_up()
+    llm.wake_up()
+    found = answers(llm)
+    assert llm.update_weights(other)
+    assert answers(llm) == found
 
 
 @pytest.mark.slow
