@@ -85,9 +85,11 @@ class EngineArgs:
     """Entries that replace those of the model's config.json (JSON)."""
     generation_config: str = option("auto", expands=True)
     """'auto' takes default sampling parameters from the model's generation_config.json, 'vllm' neutral ones; else from
-    such a file, or that of a folder, and what ends a text there does so besides the model's."""
+    such a file, or that of a folder, and what ends a text there does so besides the model's. Its max_new_tokens is
+    then a limit of what a server's requests ask for."""
     override_generation_config: dict[str, Any] | None = option(None)
-    """Entries that replace, or add to, those of generation_config.json (JSON)."""
+    """Entries that replace, or add to, those of generation_config.json (JSON). A max_new_tokens is a limit of what
+    a server's requests ask for."""
     seed: int = option(0, -(2**63), 2**63 - 1)
     """Keys the random numbers of requests that bring no seed of their own."""
     max_model_len: int | None = option(None, 1, unset=-1)

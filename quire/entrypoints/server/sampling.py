@@ -86,11 +86,15 @@ def client_name(user: str | None) -> str | None:
 def _params(
     body: GenerationRequest, llm: AsyncLLM, given: dict[str, Any], http_names: Mapping[str, str]
 ) -> SamplingParams:
-    """The model's defaults, what the body says, and `given`, checked."""
+    """The model's defaults, what the body says, and `given`, checked; no more tokens than the operator allows."""
     _check_stream(body)
     terms_of(body, llm)  # before any work is done for it
     same = {name: value for name in _SAME if (value := getattr(body, name)) is not None}
-    defaults = llm.config.model.generation_defaults
+    args, defaults = llm.config.args, llm.config.model.generation_defaults
+    # As in vLLM max_new_tokens is a default where the model itself has it, and a limit where options have it.
+    limits = (args.override_generation_config or {}) if args.generation_config in ("auto", "vllm") else defaults
+    if limit := limits.get("max_new_tokens"):
+        given["max_tokens"] = min(given.get("max_tokens") or limit, limit)
     if body.use_beam_search:  # what the model has besides a length is about drawing
         defaults = {"temperature": 0.0, "max_new_tokens": defaults.get("max_new_tokens")}
     kind = RequestOutputKind.DELTA if body.stream else RequestOutputKind.FINAL_ONLY

@@ -158,7 +158,7 @@ class Server:
         self, tokenizer: Tokenizer, engine: dict[str, Any], options: dict[str, Any], queued: int | None = None
     ) -> None:
         self.core = ScriptedCore(tokenizer)
-        config = EngineArgs(model="demo", generation_config="vllm", **engine).resolve()
+        config = EngineArgs(**{"model": "demo", "generation_config": "vllm"} | engine).resolve()
         skips = config.args.skip_tokenizer_init
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(async_inputs, "RenderLane", KeptLane)

@@ -1,14 +1,16 @@
 """Every parameter reaches the engine as it was given, under both routes; defaults are the model's."""
 
+import json
 import threading
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
 from fastapi.testclient import TestClient
 
 from quire.entrypoints.server.chat_request import ChatCompletionRequest
-from quire.entrypoints.server.completion_request import CompletionRequest
+from quire.entrypoints.server.completion_request import CompletionRequest, OtherCompletion
 from quire.entrypoints.server.sampling import chat_params, completion_params
 from quire.errors import InvalidRequestError
 from quire.sampling_params import RequestOutputKind, SamplingParams, StructuredOutputsParams
@@ -173,6 +175,33 @@ def test_the_models_defaults(server: Any, monkeypatch: pytest.MonkeyPatch) -> No
     monkeypatch.setitem(defaults, "max_new_tokens", 9)
     assert completion(server).max_tokens == 9
     assert {**defaults} == {**given, "max_new_tokens": 9}, "the defaults are nobody's to change"
+
+
+@pytest.mark.parametrize("of_folder", [False, True])
+def test_the_operators_max_new_tokens_is_a_limit(
+    make_server: Callable[..., Any], tmp_path: Path, of_folder: bool
+) -> None:
+    """As in vLLM; what the model's own generation_config.json says is a default."""
+
+    def server_of(limit: int) -> Any:
+        (tmp_path / "generation_config.json").write_text(json.dumps({"max_new_tokens": limit}))
+        named = {"generation_config": str(tmp_path)}
+        return make_server(named if of_folder else {"override_generation_config": {"max_new_tokens": limit}})
+
+    server = server_of(9)
+    for read in (completion, chat):
+        assert read(server).max_tokens == 9
+        assert read(server, max_tokens=50).max_tokens == 9
+        assert read(server, max_tokens=5).max_tokens == 5
+        assert read(server, max_tokens=50, use_beam_search=True, n=2).max_tokens == 9
+    assert chat(server, max_completion_tokens=50).max_tokens == 9
+    assert (
+        completion_params(OtherCompletion.model_validate({"prompt": "Hi", "max_tokens": -1}), server.llm).max_tokens
+        == 9
+    )
+    server = server_of(40)
+    assert completion(server).max_tokens == 16
+    assert [read(server, max_tokens=50).max_tokens for read in (completion, chat)] == [40, 40]
 
 
 def test_more_logprobs_where_the_engine_gives_them(make_server: Callable[..., Any]) -> None:
