@@ -222,7 +222,7 @@ def _delta_of(events: Sequence[ContentEvent], thoughts: bool) -> responses.ChatD
 
 
 def _message_of(delta: responses.ChatDelta, role: str, echo: str) -> responses.ChatMessage:
-    message = responses.ChatMessage(role, echo + (delta.content or ""))
+    message = responses.ChatMessage(role, None if delta.content is UNSET and not echo else echo + (delta.content or ""))
     if delta.reasoning:
         message.reasoning = message.reasoning_content = delta.reasoning
     if delta.tool_calls:

@@ -96,6 +96,23 @@ def test_calls_and_thoughts(client: TestClient, openai_errors: Callable[..., lis
     assert choice["finish_reason"] == "tool_calls"
 
 
+@pytest.mark.parametrize("text", ["<think>\nSo.\n</think>", "<think>\nSo."], ids=["whole", "cut"])
+@pytest.mark.parametrize("shown", [True, False])
+def test_thoughts_alone(client: TestClient, server: Any, text: str, shown: bool) -> None:
+    """There is no content then, as in streams, rather than an empty one."""
+    server.core.texts = [text]
+    message = post(client, include_reasoning=shown)["choices"][0]["message"]
+    assert (message["content"], message["reasoning"]) == (None, "So." if shown else None)
+    echoed = post(
+        client,
+        include_reasoning=shown,
+        echo=True,
+        messages=[USER, {"role": "assistant", "content": "A"}],
+        continue_final_message=True,
+    )
+    assert echoed["choices"][0]["message"]["content"] == "A"
+
+
 def test_a_stream_of_them_adds_up(
     client: TestClient, parsed: Callable[..., list[Any]], openai_errors: Callable[..., list[str]]
 ) -> None:
