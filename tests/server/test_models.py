@@ -58,6 +58,7 @@ def test_each_is_loaded_once_and_all_routes_are_its_own(fleet: RunningServer) ->
     assert [answer["model"] for answer in answers] == ["alpha"] * 4
     assert len(engines(fleet)) == 1
     assert fleet.complete("The old house", max_tokens=4)["model"] == "demo"  # the first one
+    assert fleet.complete("The old house", max_tokens=4, model="")["model"] == "demo"
     card = client.models.retrieve("alpha")
     assert (card.state, card.num_requests) == ("ready", 0)
     assert card.memory > card.size > 2**20

@@ -82,9 +82,9 @@ class Fleet:
 
     def check_model(self, name: str | None) -> str:
         """The model of this name, or the first one; raises ModelNotFoundError."""
-        if name is not None and name not in self._models:
+        if name and name not in self._models:
             raise ModelNotFoundError(name, self.model_names)
-        return self.model_names[0] if name is None else name
+        return name or self.model_names[0]
 
     async def enter(self, request: Request, name: object) -> bool:
         """Give a request the state of the model that it names, loading it first; False: its client has left meanwhile.

@@ -170,7 +170,7 @@ class AnyRequest(Fields):
     """What every request to write has."""
 
     model: str | None = None
-    """A name of /v1/models; the first one if left out."""
+    """A name of /v1/models; the first one if left out or empty."""
     stream: bool | None = None
 
 

@@ -108,7 +108,7 @@ class ServerState:
         Raises:
             ModelNotFoundError: this server has no such model.
         """
-        if name is None:
+        if not name:
             return self.model_names[0]
         if name not in self.model_names and name not in self.adapters:
             raise ModelNotFoundError(name, self.names)

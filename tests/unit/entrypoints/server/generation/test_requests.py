@@ -219,6 +219,13 @@ def test_bounds_are_named(client: TestClient) -> None:
         assert bound in client.post(COMPLETIONS, json=PLAIN[COMPLETIONS] | body).json()["error"]["message"]
 
 
+@pytest.mark.parametrize("path", [COMPLETIONS, CHAT])
+def test_no_model_is_the_first(client: TestClient, path: str) -> None:
+    """Left out, null or empty, as in vLLM."""
+    for given in ({}, {"model": None}, {"model": ""}):
+        assert client.post(path, json=PLAIN[path] | given).json()["model"] == "demo"
+
+
 def test_missing_and_unknown(client: TestClient) -> None:
     for path, field in ((COMPLETIONS, "prompt"), (CHAT, "messages")):
         answer = client.post(path, json={})
