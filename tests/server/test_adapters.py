@@ -39,11 +39,11 @@ def text(server: RunningServer, model: str) -> str:
     return server.post("/v1/completions", ASKED | {"model": model}).json()["choices"][0]["text"]
 
 
-def test_an_adapter_is_a_model_of_its_name(adapted: RunningServer) -> None:
+def test_an_adapter_is_a_model_of_its_name(adapted: RunningServer, home: Path) -> None:
     with openai.OpenAI(base_url=f"{adapted.url}/v1", api_key="none", max_retries=0) as client:
         models = {model.id: model for model in client.models.list()}
-        assert models["one"].model_extra is not None
-        assert (models["one"].model_extra["parent"], models["one"].model_extra["root"]) == ("demo", "voice-1")
+        assert (shown := models["one"].model_extra) is not None
+        assert (shown["parent"], shown["root"]) == ("demo", str(home / "voice-1"))
         texts = [client.completions.create(model=name, **ASKED).choices[0].text for name in ("demo", "one")]  # type: ignore[arg-type]
         assert texts[0] != texts[1]
         answer = client.chat.completions.create(
@@ -86,11 +86,11 @@ def test_an_adapter_takes_the_place_of_another(adapted: RunningServer) -> None:
     assert adapted.post("/v1/unload_lora_adapter", {"lora_name": "swap"}).status == 200
 
 
-def test_a_prompt_adapter_is_a_model_of_its_name(adapted: RunningServer) -> None:
+def test_a_prompt_adapter_is_a_model_of_its_name(adapted: RunningServer, home: Path) -> None:
     """In every dialect; virtual tokens are nobody's prompt."""
     with openai.OpenAI(base_url=f"{adapted.url}/v1", api_key="none", max_retries=0) as client:
         models = {model.id: model.model_extra or {} for model in client.models.list()}
-        assert (models["mood"]["parent"], models["mood"]["root"]) == ("demo", "mood-1")
+        assert (models["mood"]["parent"], models["mood"]["root"]) == ("demo", str(home / "mood-1"))
         both = [client.completions.create(model=name, echo=True, **ASKED) for name in ("demo", "mood")]  # type: ignore[arg-type]
         assert both[0].choices[0].text != both[1].choices[0].text
         assert both[1].choices[0].text.startswith(ASKED["prompt"])  # type: ignore[arg-type]

@@ -97,7 +97,7 @@ class ModelCard(BaseModel):
     object: str = "model"
     created: int
     owned_by: str = "quire"
-    root: str
+    root: str  # what was given to serve under the name: a path or a hub id
     parent: str | None = None  # of an adapter: the model that it is for
     max_model_len: int
 

@@ -7,7 +7,6 @@ hangs there, each loaded model has one.
 import time
 from collections.abc import Callable
 from dataclasses import astuple, dataclass, field
-from pathlib import Path
 from typing import Annotated, Any
 
 from fastapi import Depends, Request
@@ -75,7 +74,7 @@ class ServerState:
     def card(self, name: str) -> ModelCard:
         """What /v1/models shows of a name."""
         length, base, adapter = self.llm.config.model.max_model_len, self.model_names[0], self.adapters.get(name)
-        root, parent = (base, None) if adapter is None else (Path(astuple(adapter)[2]).name, base)
+        root, parent = (self.llm.config.args.model, None) if adapter is None else (astuple(adapter)[2], base)
         return ModelCard(id=name, created=self.created, root=root, parent=parent, max_model_len=length)
 
     async def check_health(self) -> None:

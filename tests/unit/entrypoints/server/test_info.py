@@ -15,8 +15,9 @@ def test_models(make_client: Callable[..., TestClient]) -> None:
     listed = client.get("/v1/models").json()
     assert listed["object"] == "list"
     assert [card["id"] for card in listed["data"]] == ["first", "org/second"]
+    assert [card["root"] for card in listed["data"]] == ["demo", "demo"], "what the server was told to serve"
     assert listed["data"][0] == {
-        "id": "first", "object": "model", "created": 1, "owned_by": "quire", "root": "first", "parent": None,
+        "id": "first", "object": "model", "created": 1, "owned_by": "quire", "root": "demo", "parent": None,
         "max_model_len": 1024,
     }  # fmt: skip
     assert client.get("/v1/models/org/second").json()["id"] == "org/second"
