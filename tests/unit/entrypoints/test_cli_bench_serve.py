@@ -226,6 +226,14 @@ def test_arrivals_follow_the_rate(server: Any, bench: Any) -> None:
     assert figures["duration"] >= 10 / 50
 
 
+def test_no_rate_and_no_bursts_may_be_said(server: Any, bench: Any) -> None:
+    """Both are vLLM's defaults."""
+    tell_vocabulary(server)
+    for rate in ([], ["--request-rate", "inf"]):
+        figures = bench("--num-prompts", "2", *rate, "--burstiness", "1.0", "--random-input-len", "4")
+        assert (figures["request_rate"], figures["burstiness"]) == ("inf", 1.0)
+
+
 def test_a_trace(server: Any, bench: Any, tmp_path: Path) -> None:
     tell_vocabulary(server, 1000)
     lines = [{"timestamp": t, "input_length": n, "output_length": 2, "hash_ids": ids}

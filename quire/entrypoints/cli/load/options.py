@@ -117,7 +117,7 @@ class LoadArgs:
                 raise ConfigError(f"{field.name} needs dataset_name {' or '.join(datasets)}.")
         if self.dataset_name != "random" and self.dataset_path is None:
             raise ConfigError(f"dataset_name {self.dataset_name} needs a dataset_path.")
-        if self.burstiness is not None and self.request_rate in (None, math.inf):
+        if self.burstiness not in (None, 1.0) and self.request_rate in (None, math.inf):
             raise ConfigError("burstiness needs a request_rate.")
         if not all("=" in text for text in self.metadata or ()):
             raise ConfigError("metadata has a text without '='; give KEY=VALUE each.")
