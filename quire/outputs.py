@@ -25,7 +25,10 @@ class Logprob:
 
 @dataclass(slots=True)
 class RequestMetrics:
-    """When things happened to a request, in seconds of one monotonic clock; None where they have not."""
+    """When things happened to a request, in seconds as of `time.time()`; None where they have not.
+
+    Differences are exact: that clock is asked at the process's start alone, and what has passed since then is added.
+    """
 
     arrival_time: float
     first_scheduled_time: float | None = None

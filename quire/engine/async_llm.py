@@ -154,8 +154,8 @@ class AsyncLLM:
                 ids need not be unique. A number by default.
             priority: lower runs first, under scheduling_policy="priority".
             lora_request, prompt_adapter_request: the adapter to run it with; the first one takes either kind.
-            arrival_time: in seconds of `time.monotonic`; now by default.
-            client, ttft_target, tpot_target: see `LLMEngine.add_request`.
+            arrival_time: see `LLMEngine.add_request`.
+            client, ttft_target, tpot_target: likewise.
 
         Raises:
             InvalidRequestError: the prompt or a parameter breaks a rule, it can never fit, or it masks every token.
@@ -177,7 +177,7 @@ class AsyncLLM:
         """The same for those who read the outputs' stream themselves; leaving the context early aborts the request."""
         self._monitor.attach()
         self.check_room()
-        number, arrival = next(self._ids), time.monotonic() if came is None else came
+        number, now = next(self._ids), time.monotonic()
         external = str(number) if request_id is None else request_id
         # What a stranger may have named is in the engine's logs under this id: made harmless, and cut.
         internal = f"{quoted(str(external)[:_LONGEST_ID])[1:-1]}#{number}"
@@ -188,7 +188,7 @@ class AsyncLLM:
             loads = params is _ONE_TOKEN
             if not isinstance(prompt, PreparedPrompt):
                 prompt, params = await self.prepare(prompt, params or self.get_default_sampling_params()), None
-            processed = self._inputs.processor.process(external, prompt, params, arrival, terms)
+            processed = self._inputs.processor.process(external, prompt, params, came, now, terms)
             if not loads:  # an adapter is loaded all the same
                 await self._admission.wait()  # nothing is awaited after it: who pauses the engine sees all that passed
             stream.source = self._submit(processed.renamed(internal), external)

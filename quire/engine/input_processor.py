@@ -6,6 +6,7 @@ Every request comes through here, once: `prepare` proves that a prompt can be co
 
 import copy
 import hashlib
+import time
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -22,6 +23,9 @@ from quire.protocol.requests import NewRequest, PoolingTask, SamplingTask, Terms
 from quire.sampling_params import SamplingParams
 from quire.text.tokenizer import Tokenizer
 from quire.utils.values import number
+
+# Seconds; taken once, so that times that callers give keep their order, and times of several requests can be compared.
+WALL_CLOCK_OFFSET = time.time() - time.monotonic()
 
 
 @dataclass(frozen=True)
@@ -98,20 +102,24 @@ class InputProcessor:
         request_id: str,
         prompt: PromptType | PreparedPrompt,
         params: SamplingParams | None,
-        arrival_time: float,
+        arrival_time: float | None,
+        now: float,
         terms: Terms = NO_TERMS,
     ) -> ProcessedInput:
         """Prepare a prompt, unless it is already, and resolve the request.
 
         Args:
             params: None where the prompt is prepared, and so has its own.
+            arrival_time: by the wall clock, as its caller says; `now` if None, or in the future.
+            now: by the engine's clock, which is monotonic, as the request's own time is.
 
         Raises:
             InvalidRequestError: a bad request id, or bad terms; or as `prepare` does.
         """
         require(isinstance(request_id, str) and request_id != "", "request_id", request_id, "a non-empty string")
-        arrival = number(arrival_time, float)
-        require(arrival is not None and abs(arrival) < 1e15, "arrival_time", arrival_time, "seconds of a clock")
+        came = number(0.0 if arrival_time is None else arrival_time, float)
+        require(came is not None and abs(came) < 1e15, "arrival_time", arrival_time, "seconds of a clock")
+        arrival = now if arrival_time is None else min(now, came - WALL_CLOCK_OFFSET)  # type: ignore[operator]
         check_terms(terms, self.policy)
         if not isinstance(prompt, PreparedPrompt):
             prompt = self.prepare(prompt, params)  # type: ignore[arg-type]  (None is refused there)

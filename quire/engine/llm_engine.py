@@ -86,6 +86,7 @@ class LLMEngine:
         """Queue a request; `step` will return its outputs. A prepared prompt has its `params` already: pass None.
 
         Args:
+            arrival_time: when it came, as `time.time()` says it, for the order that policies keep; now by default.
             lora_request, prompt_adapter_request: the adapter to run it with, of either kind.
             priority: lower runs first, under scheduling_policy="priority".
             client: whose request it is: "fair" gives clients equal shares.
@@ -109,8 +110,7 @@ class LLMEngine:
         terms: Terms = NO_TERMS,
     ) -> ProcessedInput:
         """Validate a request without queueing it; a prepared prompt has its parameters already."""
-        arrival = self.core.clock() if arrival_time is None else arrival_time
-        return self._inputs.process(request_id, prompt, params, arrival, terms)
+        return self._inputs.process(request_id, prompt, params, arrival_time, self.core.clock(), terms)
 
     def submit(self, processed: ProcessedInput) -> None:
         """Queue a validated request."""

@@ -10,7 +10,7 @@ from typing import NamedTuple
 from msgspec import Struct, structs
 
 from quire.config.engine_args import EngineArgs
-from quire.engine.input_processor import ProcessedInput
+from quire.engine.input_processor import WALL_CLOCK_OFFSET, ProcessedInput
 from quire.errors import InvalidRequestError
 from quire.lora.request import LoRARequest
 from quire.outputs import CompletionOutput, Logprob, RequestMetrics, RequestOutput
@@ -71,7 +71,7 @@ class RequestRecord:
         if params.prompt_logprobs is not None:
             self.shown.prompt_logprobs = [None for _ in prompt_token_ids]
         if not args.disable_log_stats:
-            self.shown.metrics = RequestMetrics(request.arrival_time)
+            self.shown.metrics = RequestMetrics(request.arrival_time + WALL_CLOCK_OFFSET)
         if (adapter := request.adapter) is not None and not request.num_virtual:
             self.shown.lora_request = LoRARequest(adapter.name, adapter.adapter_id % NUM_IDS, adapter.path)
         self.failed = False
@@ -95,7 +95,7 @@ class RequestRecord:
             if news.num_cached_tokens:
                 self.shown.num_cached_tokens = max(0, news.num_cached_tokens - self.request.num_virtual)
             if news.new_token_ids and (metrics := self.shown.metrics) and metrics.first_token_time is None:
-                metrics.first_token_time = now
+                metrics.first_token_time = now + WALL_CLOCK_OFFSET
         if news.prompt_logprobs is not None:
             self._add_prompt_logprobs(news.prompt_logprobs)
         token_ids += news.new_token_ids
@@ -212,7 +212,7 @@ class OutputProcessor:
         for request_id in request_ids:
             record = self.records.get(request_id)
             if record and (metrics := record.shown.metrics) and metrics.first_scheduled_time is None:
-                metrics.first_scheduled_time = now
+                metrics.first_scheduled_time = now + WALL_CLOCK_OFFSET
 
     def discard(self, request_id: str) -> bool:
         """Close a record without an output; whether there was one."""
@@ -242,5 +242,5 @@ class OutputProcessor:
             if not record.num_left:
                 del records[record.request.request_id]
                 if record.shown.metrics is not None:
-                    record.shown.metrics.finished_time = now
+                    record.shown.metrics.finished_time = now + WALL_CLOCK_OFFSET
         return ProcessedOutputs(taken, ready, stopped)

@@ -77,7 +77,7 @@ class NewRequest(Terms, frozen=True, kw_only=True):
     prompt_token_ids: list[int]  # never empty, each in the vocabulary; zeros first for an adapter's virtual tokens
     task: SamplingTask | PoolingTask
     cache_salt: str | None = None  # requests share cached prefixes only with the same salt
-    arrival_time: float = 0.0  # seconds, any monotonic origin
+    arrival_time: float = 0.0  # seconds of the engine's clock, which is monotonic
 
     @property
     def num_virtual(self) -> int:

@@ -128,6 +128,13 @@ def test_final_only_yields_once(engine: Engine) -> None:
     assert [o.finished for o in engine.run(engine.collect(PROMPTS[0], params))] == [True]
 
 
+def test_an_arrival_is_told_by_the_wall_clock(engine: Engine) -> None:
+    came = time.time() - 5
+    output = engine.run(_last(engine.llm.generate("Once", SamplingParams(max_tokens=2), arrival_time=came)))
+    assert output.metrics.arrival_time == pytest.approx(came, abs=0.1)
+    assert 5 < output.metrics.time_in_queue < 65
+
+
 def test_leaving_the_iterator_aborts(engine: Engine) -> None:
     async def leave() -> None:
         params = SamplingParams(max_tokens=400, ignore_eos=True)

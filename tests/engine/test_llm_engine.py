@@ -1,6 +1,7 @@
 """`LLMEngine` stepped by hand: streams, aborts, forks, failures."""
 
 import math
+import time
 from typing import Any
 
 import pytest
@@ -152,6 +153,25 @@ def test_an_arrival_is_a_time(engine: LLMEngine, odd: Any) -> None:
     """Policies and snapshots count from it, those of other requests as well."""
     with pytest.raises(InvalidRequestError, match="^arrival_time must be seconds of a clock; it is "):
         engine.add_request("a", PROMPT, params(), arrival_time=odd)
+
+
+@pytest.mark.parametrize("policy", ["fcfs", "priority", "shortest", "deadline"])
+def test_an_arrival_is_told_by_the_wall_clock(policy: str) -> None:
+    """As vLLM's callers do: whoever says when a request came is not behind all who do not."""
+    options = EngineArgs(model="demo", max_num_seqs=1, scheduling_policy=policy)  # type: ignore[arg-type]
+    engine = LLMEngine.from_engine_args(options, show_progress=False)
+    came, late = time.time() - 5, time.time() + 1e6
+    for name, at in [("running", None), ("late", late), ("told", came), ("twin", came), ("untold", None)]:
+        engine.add_request(name, PROMPT, params(max_tokens=4), arrival_time=at)
+    found = {name: outputs[-1].metrics for name, outputs in drain(engine).items()}
+    assert found["told"].arrival_time == pytest.approx(came, abs=0.1)
+    assert found["untold"].arrival_time == pytest.approx(time.time(), abs=60)
+    assert found["late"].arrival_time < late - 9e5, "nothing comes in the future"
+    assert 5 < found["told"].time_in_queue < 65
+    if policy == "priority":
+        order = sorted(found, key=lambda name: found[name].first_scheduled_time)
+        assert order.index("told") < order.index("twin") < order.index("late") < order.index("untold")
+    engine.shutdown()
 
 
 def test_the_callers_params_stay_theirs(engine: LLMEngine) -> None:
