@@ -162,6 +162,15 @@ class Worker:
         self._files = BlockFiles(BlockFolder(Path(config.kv_cache_dir).expanduser(), fingerprint, limit, block_bytes))
         return self._files.start()
 
+    def reload_weights(self) -> None:
+        """What vLLM's scripts ask for after `wake_up(["weights"])`, which has loaded them here: nothing is left to do.
+
+        Raises:
+            ConfigError: there is a KV cache, which other weights have not filled.
+        """
+        if self._runner is not None:
+            raise ConfigError("the KV cache is of the weights that there are; use update_weights(FOLDER) for others.")
+
     def initialize_cache(self, layout: CacheLayout) -> None:
         """Allocate the KV cache; its pages cost memory once they are first written, or touched ahead of that."""
         config, device, self.place.layout = self._config, self.device, layout

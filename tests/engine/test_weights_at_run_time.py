@@ -219,6 +219,21 @@ def test_nothing_happens_while_requests_run(start: Callable[..., LLM], other: Pa
     assert llm.sleep(), "deeper"
 
 
+def test_vllms_way_to_wake_up(start: Callable[..., LLM]) -> None:
+    """Waking has loaded the weights; vLLM's has to be told to, and TRL tells it."""
+    llm = start()
+    before = answers(llm)
+    with pytest.raises(RequestFailedError, match=r"^reload_weights: .* use update_weights\(FOLDER\)"):
+        llm.collective_rpc("reload_weights")
+    assert llm.sleep(level=2)
+    with pytest.raises(RequestFailedError, match="a worker that sleeps has no method 'reload_weights'"):
+        llm.collective_rpc("reload_weights")
+    llm.wake_up(tags=["weights"])
+    assert llm.collective_rpc("reload_weights") == [None]
+    llm.wake_up(tags=["kv_cache"])
+    assert answers(llm) == before
+
+
 def test_wrong_words_are_refused(start: Callable[..., LLM]) -> None:
     llm = start()
     for level in (0, 3, "1", 1.0, True):
