@@ -12,7 +12,7 @@ __version__ = "0.1.0"
 _NAMES = {
     "quire.entrypoints.llm": ("LLM",),
     "quire.engine.async_options": ("AsyncOptions",),
-    "quire.entrypoints.as_vllm": ("EngineArgs", "LLMEngine", "AsyncLLM", "AsyncLLMEngine"),
+    "quire.entrypoints.as_vllm": ("EngineArgs", "LLMEngine", "AsyncLLM"),
     "quire.sampling_params": ("SamplingParams", "BeamSearchParams", "SamplingType", "RequestOutputKind"),
     "quire.structured_outputs": ("StructuredOutputsParams", "GuidedDecodingParams"),
     "quire.outputs": (

@@ -124,9 +124,6 @@ class AsyncLLM(async_llm.AsyncLLM):
     __getattr__ = _setting
 
 
-AsyncLLMEngine = AsyncLLM  # vLLM's older name
-
-
 def _settings(config: engine_args.EngineConfig, num_blocks: int | None) -> SimpleNamespace:
     import torch
 

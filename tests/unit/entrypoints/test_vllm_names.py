@@ -95,6 +95,8 @@ def test_lines_of_scripts(line: str) -> None:
         ("from quire.inputs.parse import parse_and_batch_prompt", "quire.inputs.parse is not here: LLM.generate takes"),
         ("from quire.tasks import SupportedTask", "quire.tasks is not here: every model here generates"),
         ("from quire.config import PoolerConfig", "PoolerConfig is not here yet: a vector is the last token's."),
+        ("from quire.entrypoints.openai.protocol import ChatCompletionRequest", "'quire serve' is the server"),
+        ("from quire.entrypoints.openai.api_server import build_app", "build_app is not here: 'quire serve' is"),
         ("import quire.multimodal.image", "quire.multimodal is not here yet: a prompt is text or token ids."),
     ],
 )
@@ -128,6 +130,16 @@ def test_quires_own_modules_are_as_they_are() -> None:
     assert importlib.resources.files("quire.entrypoints").joinpath("not_yet.txt").is_file()
     missing: Any = getattr(own, "SamplingParamz", None)
     assert missing is None
+
+
+def test_vllms_module_of_the_server_is_the_server() -> None:
+    """Charts and compose files start it so."""
+    for flags, words in ((["--help=port"], "--port"), (["--model", "/nowhere", "--port", "0"], "'/nowhere'")):
+        command = [sys.executable, "-m", "quire.entrypoints.openai.api_server", *flags]
+        done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+        assert words in done.stdout + done.stderr
+        assert "Traceback" not in done.stderr
+        assert done.returncode == (0 if words == "--port" else 1)
 
 
 def test_importing_quire_stays_light() -> None:
