@@ -73,8 +73,8 @@ class EngineArgs:
     """Keep packed weights on disk, so that the next start maps them instead of packing again."""
     weight_cache_size: float = option(64.0, over=0)
     """Most that packed weights of all models take on the disk, in GiB; the one used longest ago goes first."""
-    load_format: Literal["auto", "safetensors", "dummy"] = option("auto")
-    """'dummy' fills the model with random weights, for measurements."""
+    load_format: Literal["auto", "safetensors", "fastsafetensors", "gguf", "bitsandbytes", "dummy"] = option("auto")
+    """'dummy' fills the model with random weights, for measurements; the others are 'auto': files say what they are."""
     revision: str | None = option(None)
     """Branch, tag or commit of the model on the hub."""
     tokenizer_revision: str | None = option(None)

@@ -42,7 +42,7 @@ class WorkerConfig:
         kernels: level of compiled kernels, "auto" or "torch".
         enforce_eager: capture no graphs on a GPU.
         fast_gemm: let a GPU's library multiply, whose sums depend on the batch.
-        load_format: "auto", "safetensors" or "dummy"; "none", to plan: weights are zeros that take no memory.
+        load_format: as `EngineArgs.load_format`; or "none", to plan: weights are zeros that take no memory.
         weight_cache: keep packed weights on disk.
         weight_cache_size: most that all models' packed weights may take there, in GiB.
         swaps: there will be host blocks, so that the speed of copies matters.

@@ -34,8 +34,8 @@ def load_model_weights(model: CausalLM, config: ModelConfig, load_format: str, p
     """Fill `model`, in place, from `config.path`.
 
     Args:
-        load_format: "auto" and "safetensors" read *.safetensors; "dummy" fills with random weights, the same for one
-            (config.seed, parameter name) always; "none" leaves the model as it is, to plan.
+        load_format: "dummy" fills with random weights, the same for one (config.seed, parameter name) always; "none"
+            leaves the model as it is, to plan; all others read the files that there are.
         progress: whether to draw a bar on stderr.
 
     Raises:

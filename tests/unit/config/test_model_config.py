@@ -485,8 +485,14 @@ def test_layers_of_an_unknown_type_are_refused(tmp_path: Path) -> None:
 
 
 def test_unknown_load_format() -> None:
-    with pytest.raises(ConfigError, match="'auto', 'safetensors', 'dummy', got 'pt'"):
+    with pytest.raises(ConfigError, match="'bitsandbytes', 'dummy', got 'pt'"):
         EngineArgs(load_format="pt")
+
+
+@pytest.mark.parametrize("name", ["safetensors", "fastsafetensors", "gguf", "bitsandbytes"])
+def test_a_load_format_of_vllms_reads_what_there_is(name: Any) -> None:
+    """The checkpoint tells its form itself."""
+    assert EngineArgs(model="demo", load_format=name).resolve().model == EngineArgs(model="demo").resolve().model
 
 
 def test_unreadable_shapes_of_an_unknown_architecture_say_so(tmp_path: Path) -> None:
