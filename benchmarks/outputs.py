@@ -39,7 +39,7 @@ def measure(args: argparse.Namespace, kind: RequestOutputKind) -> tuple[float, f
     writers: list[ChatWriter] = []
     around: list[Sequence[bytes]] = []
     for place in range(args.streams):
-        processed = inputs.process(str(place), prompt, params, 0.0, NO_TERMS)
+        processed = inputs.process(str(place), prompt, params, None, 0.0, NO_TERMS)
         outputs.add(processed)
         head = (f"chatcmpl-{place}", 0, args.model)
         writers.append(ChatWriter(body, head, Turn(1, 1), "assistant", False))
