@@ -37,7 +37,7 @@ def test_placed(nodes: list[int], options: dict[str, Any], expected: tuple[int, 
     assert placed(nodes, EngineArgs(**options))[:2] == expected
 
 
-def test_a_missing_ray_is_told_with_the_extra(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_missing_ray_is_told_with_its_package(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "ray", None)
-    with pytest.raises(ConfigError, match=r"pip install 'quire\[ray\]'"):
+    with pytest.raises(ConfigError, match="needs Ray: pip install ray"):
         LLM("demo", distributed_executor_backend="ray")
