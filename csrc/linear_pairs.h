@@ -2,11 +2,11 @@
 // AVX512_VNNI codes that have scales for some columns, and bf16 where the CPU can't multiply that, or not as fast (order_of in
 // linear_op.h). VPMADDWD and VPDPWSSD multiply twice as many as floats are multiplied.
 //
-// 32 columns of a row of x share a power of 2, counted in which the largest takes 14 bits: the bf16 numbers down to 1/64 of it
-// stay what they are, and no smaller one is off by more than 1/16384 of it. Likewise 32 columns of a row of bf16 weights, in
+// 32 columns of a row of x, or 64, share a power of 2, counted in which the largest takes 14 bits: the bf16 numbers down to 1/64 of it
+// stay what they are, and no smaller one is off by more than 1/16384 of it. Likewise as many columns of a row of bf16 weights, in about
 // 12 bits, as they are packed. Other weights are the integers that their codes are, and meet their scales afterwards: no weight is rounded.
 // Where x is to be rounded to eight bits (w8a8, w4a8), all columns of a row share what they are counted in, and sums of all of them are exact.
-// Other sums of 32 columns are, and are added up in fp32 in the order of the columns: a row's bits are its own, however many
+// Other sums of 32 columns are, or of 64, and are added up in fp32 in the order of the columns: a row's bits are its own, however many
 // rows there are and whichever way below is taken.
 //
 // Codes of four bits and bytes (w4a8) are multiplied by VPMADDUBSW, twice as many again, and sums of 32 columns fit in 16 bits.
@@ -27,10 +27,12 @@ namespace quire::QUIRE_NS {
 constexpr int kParts = 1;                    // vectors that a block's sixteen rows of two columns take
 constexpr int kPairedRows = 12;              // rows of x in a panel, and of a register tile
 constexpr int kFewPaired = 12;               // that meet weights as they are expanded; more meet panels of integers
+constexpr int kMostTiles = 1;                // whose columns of x share a unit, where weights allow it: of two, fill_lanes would need all registers
 #else
 constexpr int kParts = 2;
 constexpr int kPairedRows = 6;
 constexpr int kFewPaired = 4;                // twice as many do so in turn, where panels take longer
+constexpr int kMostTiles = kSharedTiles;
 #endif
 constexpr int kPanelVectors = 2;             // of two columns: those of a block, or of two
 constexpr int kPanelBlocks = kPanelVectors / kParts;
@@ -95,37 +97,35 @@ inline void put_fours(const int16_t* numbers, float counted_in, int zero, int wi
     std::memcpy(unit + width, less, 4);
 }
 
-// In eight bits, as int8 weights are chosen (pack.h): into 32 integers.
-QUIRE_ONE_COPY inline void to_bytes(const float* x, float factor, int16_t* numbers) {
-    for (int c = 0; c < 32; c += kLanes) {
+// In eight bits, as int8 weights are chosen (pack.h).
+QUIRE_ONE_COPY inline void to_bytes(const float* x, int count, float factor, int16_t* numbers) {
+    for (int c = 0; c < count; c += kLanes) {
         const vi bounded = __builtin_convertvector(min(max(round_product(load(x + c), factor), splat(-127.0f)), splat(127.0f)), vi);
         for (int i = 0; i < kLanes; i++) numbers[c + i] = int16_t(bounded[i]);
     }
 }
 
-// By their own power of 2, which is returned. No product of the largest with the largest weights is beyond 32 bits, nor are
-// 32 of them: bf16's eight bits make them 16320 x 4080 at most, other weights are codes of eight bits.
-QUIRE_ONE_COPY inline float to_integers(const float* x, int16_t* numbers) {
-    __m256 v[4];
+// By their own power of 2, which is returned. No sum of their products with weights is beyond 32 bits: bf16's eight bits make them 16320 at most,
+// other weights are codes of eight bits, and bf16 ones are as small as that takes (put_ints_row in pack.h).
+QUIRE_ONE_COPY inline float to_integers(const float* x, int count, int16_t* numbers) {
     __m256i most = _mm256_setzero_si256();
-    for (int i = 0; i < 4; i++) {
-        v[i] = _mm256_loadu_ps(x + 8 * i);
-        most = _mm256_max_epi32(most, _mm256_and_si256(_mm256_castps_si256(v[i]), _mm256_set1_epi32(0x7fffffff)));
-    }
+    for (int i = 0; i < count; i += 8)
+        most = _mm256_max_epi32(most, _mm256_and_si256(_mm256_castps_si256(_mm256_loadu_ps(x + i)), _mm256_set1_epi32(0x7fffffff)));
     __m128i four = _mm_max_epi32(_mm256_castsi256_si128(most), _mm256_extracti128_si256(most, 1));
     four = _mm_max_epi32(four, _mm_shuffle_epi32(four, 0x4e));
     const Unit unit(_mm_cvtss_f32(_mm_castsi128_ps(_mm_max_epi32(four, _mm_shuffle_epi32(four, 0xb1)))), kRowBits);
     if (unit.field < 255) {
         const __m256 factor = _mm256_set1_ps(unit.factor);
-        for (int i = 0; i < 4; i += 2) {
-            const __m256i low = _mm256_cvtps_epi32(_mm256_mul_ps(v[i], factor)), high = _mm256_cvtps_epi32(_mm256_mul_ps(v[i + 1], factor));
+        for (int i = 0; i < count; i += 16) {
+            const __m256i low = _mm256_cvtps_epi32(_mm256_mul_ps(_mm256_loadu_ps(x + i), factor));
+            const __m256i high = _mm256_cvtps_epi32(_mm256_mul_ps(_mm256_loadu_ps(x + i + 8), factor));
             const __m256i words = _mm256_permute4x64_epi64(_mm256_packs_epi32(low, high), 0xd8);
-            _mm256_storeu_si256(reinterpret_cast<__m256i*>(numbers + 8 * i), words);
+            _mm256_storeu_si256(reinterpret_cast<__m256i*>(numbers + i), words);
         }
         return power_of_2(unit.field);
     }
     bool is_number = true;  // infinities, if nothing else, show as such
-    for (int i = 0; i < 32; i++) {
+    for (int i = 0; i < count; i++) {
         is_number = is_number && x[i] == x[i];
         numbers[i] = int16_t(x[i] - x[i] == 0 ? 0 : x[i] > 0 ? 1 : -1);
     }
@@ -166,25 +166,28 @@ QUIRE_ONE_COPY inline uint32_t fill_lanes(const bf16* x, int64_t stride, int64_t
 }
 #endif
 
-// x as integers: the rows of one panel.
-inline void fill_panel(const LinearArgs& a, int64_t panel, int groups, int zero, const PairedRows& out) {
+// x as integers: the rows of one panel. `shared`: tiles that share a unit.
+inline void fill_panel(const LinearArgs& a, int64_t panel, int shared, int groups, int zero, const PairedRows& out) {
     const RowGroup rows = out.rows_of(panel);
     const bool in_bytes = weight_format(a.weight.type).rounds_x;
     const bf16* first = static_cast<const bf16*>(a.x) + rows.first * a.x_stride;
     auto fill = [&](int64_t place, int64_t t, float most) {
         const bf16* from = first + place * a.x_stride + t * 32;
-        alignas(64) float x[32];
-        alignas(32) int16_t numbers[32];
+        alignas(64) float x[kMostTiles * 32];
+        alignas(32) int16_t numbers[kMostTiles * 32];
         const int64_t left = a.weight.cols - t * 32;
-        for (int i = 0; i < 32; i += kLanes) store(x + i, left < 32 ? vf{} : load(from + i));
-        if (left < 32) for_vectors(left, [&](int64_t i, int n) { store(x + i, load_n(from + i, n)); });
+        const int count = shared * 32;
+        for (int i = 0; i < count; i += kLanes) store(x + i, left < count ? vf{} : load(from + i));
+        if (left < count) for_vectors(left, [&](int64_t i, int n) { store(x + i, load_n(from + i, n)); });
         float counted_in = most / 127.0f;
-        if (in_bytes) to_bytes(x, most > 0 ? 127.0f / most : 0.0f, numbers);
-        else counted_in = to_integers(x, numbers);
-        int32_t* codes = out.columns(panel, t) + place;
-        float* unit = out.unit(panel, t) + place;
-        if (out.steps == 8) put_fours(numbers, counted_in, zero, out.width, codes, unit);
-        else put_integers(numbers, counted_in, groups, zero, out.width, codes, unit);
+        if (in_bytes) to_bytes(x, count, most > 0 ? 127.0f / most : 0.0f, numbers);
+        else counted_in = to_integers(x, count, numbers);
+        for (int64_t u = 0; u < shared && t + u < out.num_tiles; u++) {
+            int32_t* codes = out.columns(panel, t + u) + place;
+            float* unit = out.unit(panel, t + u) + place;
+            if (out.steps == 8) put_fours(numbers + 32 * u, counted_in, zero, out.width, codes, unit);
+            else put_integers(numbers + 32 * u, counted_in, groups, zero, out.width, codes, unit);
+        }
     };
 #if defined(__AVX512VNNI__)
     for (int64_t t = 0; t < out.num_tiles && rows.count > 3; t++) {  // fewer take less one by one
@@ -197,7 +200,7 @@ inline void fill_panel(const LinearArgs& a, int64_t panel, int groups, int zero,
 #endif
     for (int64_t place = 0; place < rows.count; place++) {
         const float most = in_bytes ? largest_magnitude(first + place * a.x_stride, a.weight.cols) : 0;
-        for (int64_t t = 0; t < out.num_tiles; t++) fill(place, t, most);
+        for (int64_t t = 0; t < out.num_tiles; t += shared) fill(place, t, most);
     }
 }
 
@@ -275,6 +278,7 @@ struct PairsOfColumns {
     static constexpr int kSteps = 16, kGroups = 1, kZero = 0;  // kSteps: pairs
     static constexpr bool kReady = false;                      // tiles are integers already
     static constexpr bool kWhole = false;                      // sums are of all columns
+    static constexpr int kShared = 1;                          // tiles that a sum is of, in which a row's columns share a unit
     static constexpr bool kFours = false;                      // not pairs: a `scale` is two integers of 16 bits then
 };
 
@@ -317,7 +321,7 @@ struct PairedTile<kType, true> : PairsOfColumns {
 #if !defined(__AVX512VNNI__)
 template <>
 struct PairedTile<Type::i8, false> : PairsOfColumns {
-    static constexpr int kBytes = weight_format(Type::i8).tile_bytes;
+    static constexpr int kBytes = weight_format(Type::i8).tile_bytes, kShared = kMostTiles;
     static constexpr bool kScaled = false, kShifted = false;  // a row's scale waits for the end
     const uint8_t* tile;
 
@@ -370,7 +374,7 @@ struct PairedTile<Type::i4, false> : PairsOfColumns {
 
 template <>
 struct PairedTile<Type::bf16_ints, false> : PairsOfColumns {
-    static constexpr int kBytes = weight_format(Type::bf16_ints).tile_bytes;
+    static constexpr int kBytes = weight_format(Type::bf16_ints).tile_bytes, kShared = kMostTiles;
     static constexpr bool kScaled = true, kShifted = false, kReady = true;
     const uint8_t* tile;
 
@@ -413,9 +417,7 @@ QUIRE_ONE_COPY void few_rows(const Matrix& w, int64_t block, const PairedRows& x
     vf total[kRows][kParts];
     for (int m = 0; m < kRows; m++)
         for (int part = 0; part < kParts; part++) total[m][part] = vf{};
-    for (int64_t t = 0; t < x.num_tiles; t++, from += Tile::kBytes) {
-        tile.read(from, t);
-        const int32_t* codes = x.columns(panel, t);
+    for (int64_t t = 0; t < x.num_tiles; t += Tile::kShared) {
         const float* unit = x.unit(panel, t);
 #pragma GCC unroll 2
         for (int group = 0; group < Tile::kGroups; group++) {
@@ -426,16 +428,20 @@ QUIRE_ONE_COPY void few_rows(const Matrix& w, int64_t block, const PairedRows& x
                     acc[0][m][part] = first_sum<Tile>(unit + m, group, kWidth);
                     for (int i = 1; i < kApart; i++) acc[i][m][part] = (Words)vi{};
                 }
+            for (int u = 0; u < Tile::kShared && t + u < x.num_tiles; u++) {
+                if (group == 0) tile.read(from, t + u), from += Tile::kBytes;
+                const int32_t* codes = x.columns(panel, t + u);
 #pragma GCC unroll 16
-            for (int i = 0; i < kPairs; i++) {
-                const int p = group * kPairs + i;
-                if (p < kLines) _mm_prefetch(reinterpret_cast<const char*>(from + kAhead + p * 64), _MM_HINT_T1);
-                Words weights[kParts];
-                for (int part = 0; part < kParts; part++) weights[part] = tile.pair(part, p);
+                for (int i = 0; i < kPairs; i++) {
+                    const int p = group * kPairs + i;
+                    if (p < kLines) _mm_prefetch(reinterpret_cast<const char*>(from + kAhead + p * 64), _MM_HINT_T1);
+                    Words weights[kParts];
+                    for (int part = 0; part < kParts; part++) weights[part] = tile.pair(part, p);
 #pragma GCC unroll 12
-                for (int m = 0; m < kRows; m++) {
-                    const Words columns = two_columns(codes + p * kWidth + m);
-                    for (int part = 0; part < kParts; part++) add_products<false, Tile::kFours>(acc[i % kApart][m][part], weights[part], columns);
+                    for (int m = 0; m < kRows; m++) {
+                        const Words columns = two_columns(codes + p * kWidth + m);
+                        for (int part = 0; part < kParts; part++) add_products<false, Tile::kFours>(acc[i % kApart][m][part], weights[part], columns);
+                    }
                 }
             }
 #pragma GCC unroll 12
@@ -501,25 +507,27 @@ struct PanelFetch {
 // A panel of weights, whose `vectors` of pairs of columns lie at these places, and kRows rows of one of x: what to add to the sums `before`,
 // which then are `sums`, [row][kPairSums].
 template <class Tile, int kRows, bool kAtOnce>
-QUIRE_ONE_COPY void panel_rows(const WeightPanel& w, const uint8_t* const (&vectors)[2], int64_t num_tiles, const int32_t* codes, const float* unit, PanelFetch fetch,
-                               const float* before, float* sums) {
+QUIRE_INLINE void panel_rows(const WeightPanel& w, const uint8_t* const (&vectors)[2], int64_t num_tiles, const int32_t* codes, const float* unit, PanelFetch& fetch,
+                             const float* before, float* sums) {
     constexpr int kPairs = Tile::kSteps / Tile::kGroups, kApart = Tile::kReady ? 64 : sizeof(Words), kTileBytes = Tile::kReady ? Tile::kBytes : 16 * kApart;
-    for (int64_t t = 0; t < num_tiles; t++, unit += 3 * kPairedRows) {
+    for (int64_t t = 0; t < num_tiles; t += Tile::kShared, unit += Tile::kShared * 3 * kPairedRows) {
         asm volatile("" : : : "memory");  // sums stay where they are: there is no register for them
-        fetch.next<Tile::kSteps>();
         for (int group = 0; group < Tile::kGroups; group++) {
             Words acc[kRows][2];
 #pragma GCC unroll 12
             for (int m = 0; m < kRows; m++) acc[m][0] = acc[m][1] = Tile::kFours ? first_sum<Tile>(unit + m, group, kPairedRows) : (Words)vi{};
-            const int64_t at = t * kTileBytes + group * kPairs * kApart;
-            for (int p = 0; p < kPairs; p++, codes += kPairedRows) {
-                Words weights[2];
-                for (int i = 0; i < 2; i++) std::memcpy(weights + i, vectors[i] + at + p * kApart, sizeof(Words));
+            for (int u = 0; u < Tile::kShared && t + u < num_tiles; u++) {
+                if (group == 0) fetch.next<Tile::kSteps>();
+                const int64_t at = (t + u) * kTileBytes + group * kPairs * kApart;
+                for (int p = 0; p < kPairs; p++, codes += kPairedRows) {
+                    Words weights[2];
+                    for (int i = 0; i < 2; i++) std::memcpy(weights + i, vectors[i] + at + p * kApart, sizeof(Words));
 #pragma GCC unroll 12
-                for (int m = 0; m < kRows; m++) {
-                    const Words columns = two_columns(codes + m);
-                    add_products<kAtOnce, Tile::kFours>(acc[m][0], weights[0], columns);
-                    add_products<kAtOnce, Tile::kFours>(acc[m][1], weights[1], columns);
+                    for (int m = 0; m < kRows; m++) {
+                        const Words columns = two_columns(codes + m);
+                        add_products<kAtOnce, Tile::kFours>(acc[m][0], weights[0], columns);
+                        add_products<kAtOnce, Tile::kFours>(acc[m][1], weights[1], columns);
+                    }
                 }
             }
             const float *scale = w.scale[t][group], *shift = w.shift[t][group];
@@ -533,6 +541,13 @@ QUIRE_ONE_COPY void panel_rows(const WeightPanel& w, const uint8_t* const (&vect
             before = sums;
         }
     }
+}
+
+// Likewise all panels of a pair of blocks, whose sums lie beside each other: a call for each takes 5% longer.
+template <class Tile, int kRows, bool kAtOnce>
+QUIRE_ONE_COPY void pair_rows(const WeightPanel* panels, const uint8_t* const (*vectors)[2], int num_panels, int64_t num_tiles, const int32_t* codes, const float* unit,
+                              PanelFetch* fetch, const float* before, float* sums) {
+    for (int i = 0; i < num_panels; i++) panel_rows<Tile, kRows, kAtOnce>(panels[i], vectors[i], num_tiles, codes, unit, fetch[i], before + i * 16, sums + i * 16);
 }
 
 // Rows of a panel that few are: one kernel for each width.
@@ -554,19 +569,20 @@ inline void multiply_pair(const LinearArgs& a, BlockPair pair, BlockPair next, c
         for (int i = 0; i < 2 && Tile::kReady; i++)
             for (int part = 0; part < kParts; part++) vectors[i / kPanelBlocks][i % kPanelBlocks + part] = w.tile(i ? pair.second : pair.first, t) + part * sizeof(Words);
         const BlockPair then = is_last ? next : pair;
+        const uint8_t* ahead[2] = {w.tile(then.first, is_last ? 0 : last), w.tile(then.second, is_last ? 0 : last)};
         for (int64_t panel = begin, fetched = 0; panel < end; panel++, fetched += step * (last - t)) {
             const RowGroup group = x.rows_of(panel);
             float* pair_sums = sums + (group.first - first_row) * kPairSums;
+            const int32_t* next_x = panel + 1 < end ? x.columns(panel + 1, t) : x.columns(begin, is_last ? 0 : last);
+            PanelFetch fetch[2];
             for (int i = 0; i < num_panels; i++) {
-                float* to = pair_sums + i * 16;
-                const int32_t* next_x = panel + 1 < end ? x.columns(panel + 1, t) : x.columns(begin, is_last ? 0 : last);
-                PanelFetch fetch{{}, fetched < kFetched ? step : 0, i + 1 < num_panels ? nullptr : next_x};
-                for (int b = 0; b < kPanelBlocks; b++) fetch.blocks[b] = w.tile(i + b ? then.second : then.first, is_last ? 0 : last) + fetched;
-                with_rows<kPairedRows>(group.count, [&](auto num) {
-                    const auto rows = adds_at_once() ? panel_rows<Tile, num, kHasTwoWays> : panel_rows<Tile, num, false>;
-                    rows(panels[i], vectors[i], last - t, x.columns(panel, t), x.unit(panel, t), fetch, t ? to : kNone, to);
-                });
+                fetch[i] = {{}, fetched < kFetched ? step : 0, i + 1 < num_panels ? nullptr : next_x};
+                for (int b = 0; b < kPanelBlocks; b++) fetch[i].blocks[b] = ahead[i + b] + fetched;
             }
+            with_rows<kPairedRows>(group.count, [&](auto num) {
+                const auto rows = adds_at_once() ? pair_rows<Tile, num, kHasTwoWays> : pair_rows<Tile, num, false>;
+                rows(panels, vectors, num_panels, last - t, x.columns(panel, t), x.unit(panel, t), fetch, t ? pair_sums : kNone, pair_sums);
+            });
             if (!is_last) continue;
             for (int64_t m = 0; m < group.count && Tile::kWhole; m++)
                 for (float* sum = pair_sums + m * kPairSums; sum < pair_sums + (m + 1) * kPairSums; sum += kLanes) store(sum, meant(load(sum), x.unit(panel, 0)[m]));
@@ -582,7 +598,7 @@ void linear_paired(const LinearArgs& a, Context& context) {
     // One panel each thread makes for itself: to wait for one that does, and to get it from there, takes longer.
     const bool own = few && a.num_rows <= width && a.out != a.x;
     const PairedRows x(a, width, Tile::kSteps, context.shared);
-    auto fill = [&](const PairedRows& rows, int64_t panel) { fill_panel(a, panel, Tile::kGroups, Tile::kZero, rows); };
+    auto fill = [&](const PairedRows& rows, int64_t panel) { fill_panel(a, panel, Tile::kShared, Tile::kGroups, Tile::kZero, rows); };
     if (!own) context.pool.run(x.num_panels(), [&](int64_t panel, int) { fill(x, panel); });
     const Matrix& w = a.weight;
     if (few) {

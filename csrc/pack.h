@@ -9,7 +9,7 @@
 //   w4a8       -8..7 as 0..15, times the row's multiple for 32 columns, an integer of -15..15, and the row's scale: a product is of integers,
 //              then. The codes as pairs.h says, then 16 multiples in bytes.
 //   bf16_turned  as linear_dot.h multiplies them: of eight columns in turn the rows 0, 4, 8, 12, then 1, 5, 9, 13, ...
-//   bf16_ints  as linear_pairs.h multiplies them: integers of 12 bits, in which a row's 32 columns are counted, in words: of two columns
+//   bf16_ints  as linear_pairs.h multiplies them: integers, in which a row's columns of a tile or two are counted, in words: of two columns
 //              in turn the rows' two words; then the rows' powers of 2, the exponents as float32 has them, in bytes.
 //   w8a16      w8a8's bytes, for products with x in sixteen bits.
 //   q4_0 ...   blocks (blocks.h).
@@ -81,23 +81,44 @@ struct Unit {
     }
 };
 
-constexpr int kWeightBits = 12;
+// bf16 weights as integers. Those of two tiles share a power of 2: so many bits that no sum of their products with x, which are 16320 at most
+// (linear_pairs.h), is beyond 32 of them. To begin a sum with each tile takes longer.
+constexpr int kSharedTiles = 2, kMostBits = 15;
 constexpr int64_t ints_index(int64_t row, int64_t col) { return col / 2 * 32 + row * 2 + col % 2; }
 
-inline void put_ints_row(uint8_t* tile, int64_t row, const bf16* values) {
-    const Unit unit(largest_magnitude(values, 32), kWeightBits);
-    tile[1024 + row] = uint8_t(unit.field);
-    int16_t integers[32] = {};
-    for (int c = 0; c < 32 && unit.field < 255; c += kLanes) {
-        const vh words = __builtin_convertvector(nearest(load(values + c) * unit.factor), vh);
-        std::memcpy(integers + c, &words, sizeof words);
+inline void put_ints_row(uint8_t* tile, int64_t row, const bf16* values, int64_t num_tiles) {  // values [num_tiles * 32]
+    const float most = largest_magnitude(values, num_tiles * 32);
+    Unit unit(most, kMostBits);
+    const float finest = unit.factor;
+    vi sums{};
+    for (int64_t c = 0; c < num_tiles * 32 && unit.field < 255; c += kLanes) sums += nearest(max(load(values + c) * finest, load(values + c) * -finest));
+    int32_t sum = 0;
+    for (int lane = 0; lane < kLanes; lane++) sum += sums[lane];
+    // Coarser ones may be as much larger as rounding makes them.
+    constexpr float kLargestSum = float(0x7fffffff / 16320 - kSharedTiles * 32);
+    for (int bits = kMostBits; float(sum) * (unit.factor / finest) > kLargestSum;) unit = Unit(most, --bits);
+    for (int64_t t = 0; t < num_tiles; t++, tile += weight_format(Type::bf16_ints).tile_bytes, values += 32) {
+        int16_t integers[32] = {};
+        for (int c = 0; c < 32 && unit.field < 255; c += kLanes) {
+            const vh words = __builtin_convertvector(nearest(load(values + c) * unit.factor), vh);
+            std::memcpy(integers + c, &words, sizeof words);
+        }
+        for (int64_t c = 0; c < 32; c += 2) std::memcpy(tile + 2 * ints_index(row, c), integers + c, 4);
+        tile[1024 + row] = uint8_t(unit.field);
     }
-    for (int64_t c = 0; c < 32; c += 2) std::memcpy(tile + 2 * ints_index(row, c), integers + c, 4);
 }
 
-inline void put_bf16_row(const Matrix& m, uint8_t* tile, int64_t row, const bf16* values) {
-    if (m.type == Type::bf16_ints) return put_ints_row(tile, row, values);
-    for_pieces(m.type, row, [&](int64_t at, int64_t c) { std::memcpy(reinterpret_cast<bf16*>(tile) + at, values + c, 16); });
+inline void pack_bf16_row(const Matrix& m, int64_t row, const bf16* x) {  // x [cols]
+    const int64_t shared = m.type == Type::bf16_ints ? kSharedTiles : 1;
+    for (int64_t t = 0; t < m.num_tiles(); t += shared) {
+        const int64_t count = t + shared < m.num_tiles() ? shared : m.num_tiles() - t, left = m.cols - t * 32;
+        bf16 last[kSharedTiles * 32] = {};
+        const bf16* values = x + t * 32;
+        if (left < count * 32) std::memcpy(last, values, left * 2), values = last;
+        uint8_t* tile = const_cast<uint8_t*>(m.tile(row / 16, t));
+        if (m.type == Type::bf16_ints) put_ints_row(tile, row % 16, values, count);
+        else for_pieces(m.type, row % 16, [&](int64_t at, int64_t c) { std::memcpy(reinterpret_cast<bf16*>(tile) + at, values + c, 16); });
+    }
 }
 
 // One tile's row of 32 values -> floats, without the row's scale in i8, w8a8 and w4a8.
@@ -266,20 +287,21 @@ inline void pack_w4a8_row(const Matrix& m, uint8_t* first_tile, int64_t row, con
     }
 }
 
-inline void pack_row(const Matrix& m, int64_t row, const float* x, float* scratch) {  // x [tiles * 32], zeros beyond cols; scratch [tiles]
+inline void pack_row(const Matrix& m, int64_t row, const float* x, float* scratch) {  // x [tiles * 32], zeros beyond cols; scratch [tiles * 16]
     uint8_t* first = const_cast<uint8_t*>(m.tile(row / 16, 0));
     int64_t r = row % 16;
     if (m.type == Type::w4a8) return pack_w4a8_row(m, first, row, x, scratch);
     if (m.scales) return pack_i8_row(m, first, row, x);
+    if (is_bf16(m.type)) {
+        bf16* rounded = reinterpret_cast<bf16*>(scratch);
+        for (int64_t c = 0; c < m.num_tiles() * 32; c += kLanes) store(rounded + c, load(x + c));
+        return pack_bf16_row(m, row, rounded);
+    }
     for (int64_t t = 0; t < m.num_tiles(); t++) {
         uint8_t* tile = first + t * m.tile_bytes();
         const float* values = x + t * 32;
         if (m.type == Type::f32) {
             std::memcpy(tile + r * 128, values, 128);
-        } else if (is_bf16(m.type)) {
-            bf16 rounded[32];
-            for (int c = 0; c < 32; c += kLanes) store(rounded + c, load(values + c));
-            put_bf16_row(m, tile, r, rounded);
         } else {
             int32_t codes[32];
             const bf16 scale = reinterpret_cast<bf16*>(tile)[r] = best_i4_scale(values);
@@ -295,7 +317,7 @@ inline void pack(const PackArgs& a, Context& context) {
     // A task owns whole blocks of 16 rows: in i4 four rows share a word.
     int64_t first_block = a.start / 16, last_block = (a.start + a.num_rows - 1) / 16;
     context.pool.run(a.num_rows ? last_block - first_block + 1 : 0, [&](int64_t task, int thread) {
-        float* values = context.thread_scratch[thread].get<float>(padded + m.num_tiles());
+        float* values = context.thread_scratch[thread].get<float>(padded + m.num_tiles() * 16);
         int64_t low = (first_block + task) * 16, high = low + 16;
         low = low < a.start ? a.start : low;
         high = high > a.start + a.num_rows ? a.start + a.num_rows : high;
@@ -310,13 +332,7 @@ inline void pack(const PackArgs& a, Context& context) {
                 continue;
             }
             if (a.source_type == Type::bf16 && is_bf16(m.type)) {  // nothing to convert
-                const bf16* source = static_cast<const bf16*>(a.source) + offset;
-                for (int64_t t = 0; t < m.num_tiles(); t++) {
-                    const int64_t count = m.cols - t * 32;
-                    bf16 last[32] = {};
-                    if (count < 32) std::memcpy(last, source + t * 32, count * 2);
-                    put_bf16_row(m, const_cast<uint8_t*>(m.tile(row / 16, t)), row % 16, count < 32 ? last : source + t * 32);
-                }
+                pack_bf16_row(m, row, static_cast<const bf16*>(a.source) + offset);
                 continue;
             }
             for_vectors(m.cols, [&](int64_t i, int count) {

@@ -72,11 +72,17 @@ def of_values(values: Tensor, type: Type, level: str) -> PackedMatrix:
     return packed(values, Type.F32 if level == "avx512_bf16" and weight_order(level, type)[1] else Type.BF16)
 
 
-def as_integers(x: Tensor, bits: int) -> Tensor:
-    """Rows in float64 as pairs have them: 32 columns share a power of 2 in which the largest has so many bits."""
-    groups = F.pad(x.double(), (0, -x.shape[1] % 32)).view(len(x), -1, 32)
+def as_integers(x: Tensor, bits: int, columns: int, largest_sum: int | None = None) -> Tensor:
+    """Rows in float64 as pairs have them: columns share a power of 2, in which the largest has so many bits.
+
+    Fewer, where the sum of their magnitudes is too large.
+    """
+    groups = F.pad(x.double(), (0, -x.shape[1] % columns)).view(len(x), -1, columns)
     exponents = torch.frexp(groups.abs().amax(2, keepdim=True)).exponent
     units = torch.ldexp(torch.ones_like(groups[..., :1]), exponents - bits)
+    sums = (groups / units).round().abs().sum(2, keepdim=True)
+    while largest_sum is not None and (sums > largest_sum).any():
+        units, sums = torch.where(sums > largest_sum, 2, 1) * units, torch.where(sums > largest_sum, 0.5, 1.0) * sums
     return ((groups / units).round() * units).flatten(1)[:, : x.shape[1]]
 
 
