@@ -11,6 +11,7 @@ from typing import Any
 from quire.entrypoints.server.parsers.base import Function
 from quire.entrypoints.server.parsers.reader import Reader, Script, WrongCallError, is_object, strict_json
 
+_KINDS = {bool: "boolean", int: "integer number", float: "number", list: "array", dict: "object", type(None): "null"}
 NAME_KEYS, ARGUMENT_KEYS = ("name", "function", "tool_name"), ("arguments", "parameters")
 
 
@@ -148,7 +149,7 @@ class ArgumentWriter:
                 self._read.send('"')
         else:
             text, _ = yield from self._read.until(mark)
-            self.pair(key, converted(text.strip(), types))
+            self.pair(key, converted(text.removesuffix(hold), types))
 
     def close(self) -> None:
         """No more arguments: the call is whole."""
@@ -162,12 +163,16 @@ class ArgumentWriter:
 
 def converted(text: str, types: set[str]) -> Any:
     """The value that is written so, where its schema has it be of these types; what is no JSON is text."""
-    if text == "None" or (text.lower() in ("true", "false") and "boolean" in types):
-        return {"none": None, "true": True, "false": False}[text.lower()]
-    try:
-        return strict_json(text)
-    except (ValueError, RecursionError):
-        return text
+    word = text.strip()
+    if word == "None" or (word.lower() in ("true", "false") and "boolean" in types):
+        value = {"none": None, "true": True, "false": False}[word.lower()]
+    else:
+        try:
+            value = strict_json(word)
+        except (ValueError, RecursionError):
+            return text if "string" in types else word
+    # What may be text is that, as 42 and true are, unless it is of another kind that it may be.
+    return text if "string" in types and types.isdisjoint(_KINDS.get(type(value), "string").split()) else value
 
 
 def types_of(function: Function | None) -> dict[str, set[str]]:

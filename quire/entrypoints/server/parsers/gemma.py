@@ -65,7 +65,7 @@ def _bare(read: Reader) -> Script[Any]:
             raise WrongCallError
     if not text.strip():
         raise WrongCallError
-    return converted(text.strip(), set())
+    return converted(text, set())
 
 
 def _frame(template: str) -> Frame:

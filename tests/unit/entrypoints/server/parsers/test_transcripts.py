@@ -487,6 +487,36 @@ def test_a_schema_that_is_none_tells_nothing_of_types(schema: Any) -> None:
     ]
 
 
+TEXT_OR_NOTHING = {"anyOf": [{"type": "string"}, {"type": "null"}]}
+
+
+@pytest.mark.parametrize(
+    ("schema", "written", "meant"),
+    [
+        *((TEXT_OR_NOTHING, text, text) for text in ("42", "true", "-1.5", '{"a": 1}', "[]", "    return 1", "no: [")),
+        *((TEXT_OR_NOTHING, text, None) for text in ("null", "None")),
+        (TEXT_OR_NOTHING, '"42"', "42"),
+        ({"type": ["string", "integer"]}, "42", 42),
+        ({"type": ["string", "number"]}, "42", 42),
+        ({"type": ["string", "integer"]}, "4.2", "4.2"),
+        ({"type": ["string", "integer"]}, "true", "true"),
+        ({"type": ["string", "boolean"]}, "True", True),
+        ({"type": ["string", "array"]}, '["a"]', ["a"]),
+        ({"type": ["integer", "null"]}, " None ", None),
+    ],
+    ids=str,
+)
+def test_what_may_be_text_is_text_unless_it_is_of_another_kind(schema: Any, written: str, meant: Any) -> None:
+    offer = Offer((Function("tide", {"properties": {"when": schema}}),))
+    for name, text in (
+        ("qwen3_coder", f"<function=tide>\n<parameter=when>\n{written}\n</parameter>\n</function>"),
+        ("glm45", f"<tool_call>tide<arg_key>when</arg_key><arg_value>{written}</arg_value></tool_call>"),
+    ):
+        whole = read(ScriptParser(TOOL_FORMS[name].script, offer, lambda: "an id"), text)
+        assert told(whole) == [("tide", {"when": meant})]
+        assert read(ScriptParser(TOOL_FORMS[name].script, offer, lambda: "an id"), *text) == whole
+
+
 def test_ids_are_of_the_formats_own_kind() -> None:
     (start, *_) = read(tool_parser("mistral"), "[TOOL_CALLS]tide[ARGS]{}")
     assert isinstance(start, ToolCallStart)
