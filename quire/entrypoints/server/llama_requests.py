@@ -8,9 +8,14 @@ from typing import Annotated, Any, Literal
 
 from pydantic import AliasChoices, Field, field_validator
 
-from quire.entrypoints.server.requests_common import NO_SAMPLER, AnyRequest, LlamaSampling, refuse
+from quire.entrypoints.server.completion_request import MAX_PROMPTS
+from quire.entrypoints.server.requests_common import MAX_BIASES, NO_SAMPLER, AnyRequest, LlamaSampling, refuse
 
-_Prompt = str | list[int | str | list[int | str]]
+# fail_fast: as in `requests_common`.
+_Tokens = Annotated[list[int | str], Field(fail_fast=True)]
+_Prompt = str | Annotated[list[int | str | _Tokens], Field(fail_fast=True)]
+_Pair = Annotated[list[int | float | bool], Field(fail_fast=True)]
+_Pairs = Annotated[list[_Pair], Field(fail_fast=True, max_length=MAX_BIASES)]
 
 
 class LlamaCompletionRequest(AnyRequest, LlamaSampling):
@@ -22,7 +27,7 @@ class LlamaCompletionRequest(AnyRequest, LlamaSampling):
     """-1 (the default) and -2: to the end of the context."""
     seed: int | None = None
     """-1: another one each time."""
-    logit_bias: dict[str, float] | list[list[int | float | bool]] | None = None
+    logit_bias: dict[str, float] | _Pairs | None = None
     """Pairs of a token and what is added to its logit; false: never."""
     ignore_eos: bool | None = None
     n_probs: int | None = Field(None, ge=0)
@@ -69,4 +74,4 @@ def prompts_of(prompt: _Prompt) -> list[str | list[int | str]]:
         return [prompt]
     if any(isinstance(part, int) for part in prompt):
         return [[part for part in prompt if not isinstance(part, list)]]
-    return [part for part in prompt if not isinstance(part, int)]
+    return [part for part in prompt if not isinstance(part, int)][: MAX_PROMPTS + 1]  # one too many will be refused

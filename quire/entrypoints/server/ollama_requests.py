@@ -4,8 +4,10 @@ from typing import Annotated, Any, ClassVar
 
 from pydantic import BaseModel, ConfigDict, Field
 
+from quire.entrypoints.server.completion_request import MAX_PROMPTS
 from quire.entrypoints.server.requests_common import MAX_PARTS, AnyRequest, LlamaSampling, Objects, refuse
 
+_Texts = Annotated[list[str], Field(fail_fast=True, max_length=MAX_PROMPTS)]
 _TEXT_ONLY = refuse("this model takes text only; leave it out", [])
 
 
@@ -36,7 +38,7 @@ class OllamaEmbedRequest(AnyRequest):
     """Texts that are to become vectors."""
 
     is_old: ClassVar[bool] = False  # the older route's: one text, and its vector as it is
-    input: Annotated[str | list[str], Field(min_length=1)]
+    input: Annotated[str | _Texts, Field(min_length=1)]
     truncate: bool | None = None
     """False: what is too long is refused, and not cut."""
     dimensions: int | None = Field(None, ge=1)

@@ -57,6 +57,9 @@ def _read_stops(value: Any) -> list[str] | None:
     return stops
 
 
+Stops = Annotated[list[str] | None, PlainValidator(_read_stops, json_schema_input_type=_StopSchema)]
+
+
 def _check_biases(value: object) -> object:
     if isinstance(value, dict) and len(value) > MAX_BIASES:
         raise ValueError(f"has {len(value)} entries; at most {MAX_BIASES} are taken")
@@ -145,7 +148,7 @@ class LlamaSampling(Fields):
     presence_penalty: float | None = None
     frequency_penalty: float | None = None
     seed: int | None = None
-    stop: str | list[str] | None = None
+    stop: Stops = None
 
     # Refused.
     typical_p: Annotated[None, refuse(NO_SAMPLER, 1, 1.0)] = None
@@ -188,7 +191,7 @@ class GenerationRequest(AnyRequest):
     presence_penalty: float | None = Field(None, ge=-2, le=2)
     frequency_penalty: float | None = Field(None, ge=-2, le=2)
     seed: int | None = Field(None, ge=_INT64_MIN, le=2**64 - 1)
-    stop: Annotated[list[str] | None, PlainValidator(_read_stops, json_schema_input_type=_StopSchema)] = None
+    stop: Stops = None
     logit_bias: Annotated[_Biases | None, BeforeValidator(_check_biases)] = None
     """Token id -> added to its logit, within [-100, 100]."""
 

@@ -54,6 +54,8 @@ async def tokens_of(state: ServerState, prompt: str | list[int | str]) -> list[i
     ids: list[int] = []
     for place, part in enumerate([prompt] if isinstance(prompt, str) else prompt):
         ids += [part] if isinstance(part, int) else await state.llm.token_ids(part, place == 0)
+        if len(ids) > state.llm.config.model.max_model_len:
+            break  # it is refused, however much longer it is
     return ids
 
 

@@ -5,6 +5,10 @@ from typing import Any
 
 import pytest
 from fastapi.testclient import TestClient
+from pydantic import BaseModel, ValidationError
+
+from quire.entrypoints.server.llama_requests import LlamaCompletionRequest, LlamaEmbeddingRequest
+from quire.entrypoints.server.ollama_requests import OllamaEmbedRequest, OllamaGenerateRequest
 
 TEXT = "Once upon a time there was a café."
 
@@ -96,6 +100,43 @@ def test_refusals(client: TestClient, name: str) -> None:
     answer = client.post("/completion", json={"prompt": "Hi"} | body)
     assert answer.status_code == 400, answer.text
     assert shown in answer.json()["error"]["message"]
+
+
+@pytest.mark.parametrize(
+    ("form", "fields"),
+    [
+        (LlamaCompletionRequest, {"prompt": [None] * 9999}),
+        (LlamaCompletionRequest, {"prompt": [["a"] + [None] * 9999]}),
+        (LlamaCompletionRequest, {"prompt": "a", "stop": [1] * 9999}),
+        (LlamaCompletionRequest, {"prompt": "a", "logit_bias": [1] * 9999}),
+        (LlamaCompletionRequest, {"prompt": "a", "logit_bias": [["a"] * 9999]}),
+        (LlamaEmbeddingRequest, {"content": [None] * 9999}),
+        (OllamaEmbedRequest, {"input": [1] * 9999}),
+        (OllamaGenerateRequest, {"options": {"stop": [1] * 9999}}),
+    ],
+)
+def test_thousands_of_wrong_items_are_not_as_many_errors(form: type[BaseModel], fields: dict[str, Any]) -> None:
+    """Of a body's millions each would be a thousand bytes, and take as many microseconds."""
+    with pytest.raises(ValidationError) as refused:
+        form.model_validate(fields)
+    assert refused.value.error_count() < 9
+
+
+@pytest.mark.parametrize("path", ["/completion", "/embedding"])
+def test_prompts_are_not_read_where_they_are_too_many_or_too_long(server: Any, client: TestClient, path: str) -> None:
+    read: list[Any] = []
+    encode = server.llm.token_ids
+
+    async def note(text: str, *options: Any) -> list[int]:
+        read.append(text)
+        return await encode(text, *options)
+
+    server.llm.token_ids = note
+    name = "prompt" if path == "/completion" else "content"
+    for prompts, most in (([["a"]] * 9999, 1025), ([5, "a"] * 9999, 200)):
+        read.clear()
+        answer = client.post(path, json={name: prompts})
+        assert (answer.status_code, 0 < len(read) <= most) == (400, True)
 
 
 def test_a_failure_in_mid_stream_is_an_event(server: Any, client: TestClient) -> None:
