@@ -87,6 +87,8 @@ def describe(error: Exception) -> ErrorInfo:
             return _info(500, error, "engine_dead")
         case errors.RequestFailedError():
             return _info(500, error, "request_failed")
+        case RecursionError():  # the body could be read, but not what it says be worked with
+            return _info(400, "the body's JSON is nested too deeply.", None)
         case _:
             return _info(500, "internal error; the server's log has the details.", None)
 

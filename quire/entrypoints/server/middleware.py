@@ -73,7 +73,7 @@ class Frame:
         except Exception as error:
             if status:  # too late for an answer: the server closes the connection, and logs why
                 raise
-            if not isinstance(error, QuireError | HTTPException):
+            if not isinstance(error, QuireError | HTTPException | RecursionError):
                 logger.exception("%s %s failed", scope["method"], quote(asked))
             await error_response(error, scope)(scope, receive, note_status)
         finally:

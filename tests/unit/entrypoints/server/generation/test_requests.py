@@ -436,3 +436,26 @@ def test_vllms_fields_that_ask_for_nothing(client: TestClient, path: str) -> Non
     assert (refused.status_code, refused.json()["error"]["code"]) == (400, "not_supported")
     assert refused.json()["error"]["message"].startswith("repetition_detection is not supported yet: ")
     assert "'session_id'" in client.post(path, json={**body, "session_id": "x"}).headers["x-quire-warnings"]
+
+
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        (CHAT, '{"messages": M, "tools": [{"type": D}]}'),
+        (CHAT, '{"messages": M, "stream": true, "response_format": {"type": D}}'),
+        ("/v1/responses", '{"input": "a", "stream": true, "tools": [{"type": "namespace", "name": "a", "tools": D}]}'),
+        ("/v1/messages", '{"messages": M, "max_tokens": 1, "metadata": {"user_id": D}}'),
+    ],
+)
+def test_json_that_is_too_deep_is_refused_wherever_that_shows(shared_client: TestClient, path: str, body: str) -> None:
+    """A body that can just be read is too deep for whatever goes deeper into it, or shows it."""
+    told = set()
+    for depth in range(700, 1000, 3):
+        deep = '{"a":' * depth + "1" + "}" * depth
+        headers = {"content-type": "application/json"}
+        answer = shared_client.post(
+            path, content=body.replace("D", deep).replace("M", json.dumps(USER)), headers=headers
+        )
+        told.add((answer.status_code, answer.json()["error"]["message"][:30]))
+    assert {status for status, _ in told} == {400}
+    assert (400, "the body's JSON is nested too ") in told
