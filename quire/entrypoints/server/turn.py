@@ -4,9 +4,7 @@ A dialect's writer feeds it `RequestOutput`s, whole or in pieces, and writes the
 and a stream of it agree. Pure: no clock, no HTTP, no engine; the same outputs give the same deltas.
 """
 
-import json
 from collections.abc import Callable, Sequence
-from typing import Any
 
 from msgspec import Struct
 
@@ -153,12 +151,3 @@ def text_of(events: list[ContentEvent]) -> str:
     (event,) = events
     assert isinstance(event, TextDelta), "another parser needs a dialect that writes its events"
     return event.text
-
-
-def arguments_of(text: str) -> dict[str, Any]:
-    """A call's arguments; none where the call was cut."""
-    try:
-        value = json.loads(text)
-    except (ValueError, RecursionError):
-        return {}
-    return value if isinstance(value, dict) else {}

@@ -3,6 +3,7 @@
 `EventService` calls it. The conversation is read as a chat's (`through_chat`).
 """
 
+import json
 import uuid
 from typing import Any
 
@@ -16,7 +17,7 @@ from quire.entrypoints.server.parsers.base import ReasoningDelta, TextDelta, Too
 from quire.entrypoints.server.parsers.reader import is_object
 from quire.entrypoints.server.service import TurnRequest
 from quire.entrypoints.server.state import ServerState
-from quire.entrypoints.server.turn import ContentEvent, Turn, arguments_of
+from quire.entrypoints.server.turn import ContentEvent, Turn
 from quire.entrypoints.server.unknown_fields import ignore
 from quire.errors import InvalidRequestError
 
@@ -149,7 +150,7 @@ class MessageWriter(EventWriter):
             return []
         text, events = "".join(self._pieces), []
         if block["type"] == "tool_use":
-            block["input"] = arguments_of(text)
+            block["input"] = json.loads(text) if is_object(text) else {}  # none of a call that was cut
         else:
             block[block["type"]] = text
         if block["type"] == "thinking":  # of no meaning here, but clients hand back what has one

@@ -16,12 +16,13 @@ from quire.entrypoints.server.dialects.through_chat import read_through_chat, re
 from quire.entrypoints.server.errors import ErrorInfo
 from quire.entrypoints.server.event_service import Event, EventWriter
 from quire.entrypoints.server.parsers.base import ReasoningDelta, TextDelta, ToolCallDelta, ToolCallEnd, ToolCallStart
+from quire.entrypoints.server.parsers.reader import is_object
 from quire.entrypoints.server.requests_common import SAME, AnyRequest, GenerationRequest, wrong
 from quire.entrypoints.server.responses import TokenLogprob, encode
 from quire.entrypoints.server.service import TurnRequest
 from quire.entrypoints.server.state import ServerState
 from quire.entrypoints.server.timings import timings_of
-from quire.entrypoints.server.turn import ContentEvent, Delta, Turn, arguments_of
+from quire.entrypoints.server.turn import ContentEvent, Delta, Turn
 from quire.errors import InvalidRequestError
 
 _NAMES = {name: f"options.{name}" for name in SAME} | {
@@ -77,7 +78,7 @@ class OllamaWriter(EventWriter):
         self._model, self._is_chat, self._num_prompt_tokens = model, is_chat, num_prompt_tokens
         self._text, self._thought = list[str](), list[str]()
         self._calls: list[dict[str, Any]] = []
-        self._arguments = ""
+        self._begun, self._arguments = ToolCallStart(0, "", ""), ""  # of the latest one
         self._logprobs: list[TokenLogprob] = []
 
     def take(self, delta: Delta) -> list[Event]:
@@ -97,12 +98,12 @@ class OllamaWriter(EventWriter):
                 self._thought.append(text)
                 return [self._piece(thought=text)]
             case ToolCallStart():
-                self._calls += [{"id": part.id, "function": {"index": part.number, "name": part.name, "arguments": {}}}]
-                self._arguments = ""
+                self._begun, self._arguments = part, ""
             case ToolCallDelta():
                 self._arguments += part.arguments
-            case ToolCallEnd():
-                self._calls[-1]["function"]["arguments"] = arguments_of(self._arguments)
+            case ToolCallEnd() if is_object(self._arguments):  # else it was cut, and would be called without them
+                own = {"index": part.number, "name": self._begun.name, "arguments": json.loads(self._arguments)}
+                self._calls.append({"id": self._begun.id, "function": own})
                 return [self._piece(calls=self._calls[-1:])]
         return []
 

@@ -12,6 +12,8 @@ from contextlib import contextmanager
 from functools import lru_cache
 from typing import Any, TypeVar
 
+import msgspec
+
 from quire.entrypoints.server.parsers import base
 from quire.entrypoints.server.parsers.json_scanner import JsonScanner, NoJsonError
 
@@ -350,8 +352,8 @@ def _begun(text: str, start: int, marks: tuple[str, ...]) -> int:
 def is_object(text: Any) -> bool:
     """Whether it is the text of a JSON object."""
     try:
-        return isinstance(text, str) and bool(text.encode()) and isinstance(strict_json(text), dict)
-    except (ValueError, RecursionError):  # a lone surrogate is a ValueError, too
+        return isinstance(text, str) and isinstance(msgspec.json.decode(text), dict)
+    except (ValueError, RecursionError):  # a lone surrogate is a ValueError, too, which no answer could hold
         return False
 
 

@@ -127,6 +127,32 @@ def test_thoughts_and_calls(thinker: TestClient) -> None:
     assert generated["thinking"].strip() == "Let me see."
 
 
+def test_arguments_that_are_no_unicode_are_none(make_server: Callable[..., Any]) -> None:
+    """Half of a surrogate pair, which JSON's text can hold and no answer's: nor is it /v1/messages'."""
+    server = make_server(tool_call_parser="hermes")
+    server.core.texts = ['<tool_call>{"name": "look", "arguments": {"where": "\\ud83d"}}</tool_call>']
+    with TestClient(server.app) as client:
+        assert "tool_calls" not in post(client, "/api/chat", **HI, tools=[LOOK])["message"]
+        assert lines(client, "/api/chat", **HI, tools=[LOOK])[-1]["done"] is True
+        tools = [{"name": "look", "input_schema": {"type": "object"}}]
+        answer = client.post("/v1/messages", json={**HI, "max_tokens": 90, "tools": tools})
+        assert [block.get("input") for block in answer.json()["content"]] == [{}]
+
+
+def test_a_call_that_the_length_cuts_is_none(thinker: TestClient) -> None:
+    """Its arguments are no object: who trusts what is there would call the function without them."""
+    whole = post(thinker, "/api/chat", **HI, tools=[LOOK])
+    found: list[int] = []
+    for length in range(1, whole["eval_count"] + 1):
+        cut = post(thinker, "/api/chat", **HI, tools=[LOOK], options={"num_predict": length})
+        calls = cut["message"].get("tool_calls", [])
+        assert {call["function"]["arguments"].get("where") for call in calls} <= {"a {}"}
+        *pieces, last = lines(thinker, "/api/chat", **HI, tools=[LOOK], options={"num_predict": length})
+        assert sum(len(piece["message"].get("tool_calls", [])) for piece in pieces) == len(calls)
+        found.append(len(calls))
+    assert (sorted(found), {*found}) == (found, {0, 1, 2})
+
+
 def test_results_find_their_calls() -> None:
     calls = [{"function": {"name": name, "arguments": {"n": 1}}} for name in ("add", "sub", "add")]
     given = [
