@@ -90,7 +90,7 @@ class EventStream(Response):
 
     async def _send_all(self, send: Send) -> None:
         async with aclosing(self._events) as events:
-            data: bytes | None = await anext(events)
+            data: bytes | None = await anext(events, b"")  # none, of a response that was cancelled
             if self._body is not None:
                 warn_client(self, self._body)
             await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})

@@ -4,6 +4,7 @@ import json
 import re
 import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -432,6 +433,23 @@ def test_a_response_in_the_background(server: Any, client: TestClient, openai_er
     server.core.held = False
     server.core.go_on.set()
     assert text_of(post(client)) == TEXT
+
+
+def test_a_stream_that_is_taken_up_again_may_have_no_more_to_tell(server: Any, client: TestClient) -> None:
+    """As of a response that is cancelled: it ends without an event, and is no error."""
+    server.core.held = True
+    jobs = server.app.state.responses._jobs
+    with ThreadPoolExecutor(2) as threads:
+        made = threads.submit(stream, client, background=True)
+        while not jobs:
+            time.sleep(0.005)
+        ((response_id, job),) = jobs.items()
+        again = threads.submit(client.get, f"{PATH}/{response_id}?stream=true&starting_after=2")
+        while len(job.changed._waiters) < 2:
+            time.sleep(0.005)
+        assert client.post(f"{PATH}/{response_id}/cancel").json()["status"] == "cancelled"
+        assert (again.result().status_code, again.result().text) == (200, "")
+    assert [event["type"] for event in made.result()][-1] == "response.in_progress"
 
 
 def test_responses_outlive_the_server_in_a_file(make_server: Callable[..., Any], tmp_path: Path) -> None:
