@@ -81,9 +81,9 @@ class LlamaWriter(EventWriter):
             "tokens_evaluated": len(delta.output.prompt_token_ids),
         }
         piece = {"index": delta.place, "content": text, "tokens": tokens, "stop": False, "id_slot": -1, **counts}
-        if self._body.n_probs:
+        if num_top := self._body.n_probs:
             pairs = zip(delta.token_ids, delta.logprobs, strict=True)
-            piece["completion_probabilities"] = [_probabilities(token, entry or {}) for token, entry in pairs]
+            piece["completion_probabilities"] = [_probabilities(token, entry or {}, num_top) for token, entry in pairs]
             answer.setdefault("completion_probabilities", []).extend(piece["completion_probabilities"])
         if delta.finish is None:
             return [piece]
@@ -120,13 +120,12 @@ class LlamaWriter(EventWriter):
         return told if timings is UNSET else told | {"timings": timings}
 
 
-def _probabilities(token_id: int, entry: dict[int, Logprob]) -> dict[str, Any]:
-    """A token and the likeliest ones in its place."""
+def _probabilities(token_id: int, entry: dict[int, Logprob], num_top: int) -> dict[str, Any]:
+    """A token and so many of the likeliest ones in its place."""
 
     def shown(one: int) -> dict[str, Any]:
         text = entry[one].decoded_token or ""
         return {"id": one, "token": text, "bytes": list(text.encode()), "logprob": bounded(entry[one].logprob)}
 
-    if token_id not in entry:
-        return {"id": token_id, "top_logprobs": []}
-    return shown(token_id) | {"top_logprobs": [shown(one) for one in entry]}
+    likeliest = sorted(entry, key=lambda one: -entry[one].logprob)[:num_top]
+    return shown(token_id) | {"top_logprobs": [shown(one) for one in likeliest]}

@@ -76,7 +76,11 @@ def test_names_reach_the_engine(server: Any, client: TestClient) -> None:
 def test_probabilities(client: TestClient) -> None:
     whole = post(client, n_predict=4, n_probs=2)["completion_probabilities"]
     assert len(whole) == 4
-    assert all(one["logprob"] <= 0 and len(one["top_logprobs"]) >= 2 for one in whole)
+    assert all(one["logprob"] <= 0 and len(one["top_logprobs"]) == 2 for one in whole)
+    for one in whole:  # the likeliest first, whichever was drawn
+        ranked = [other["logprob"] for other in one["top_logprobs"]]
+        assert ranked == sorted(ranked, reverse=True)
+        assert ranked[0] > one["logprob"]
     assert bytes(whole[0]["bytes"]).decode() == whole[0]["token"]
     pieces = stream(client, n_predict=4, n_probs=2)
     assert [one for piece in pieces[:-1] for one in piece["completion_probabilities"]] == whole
