@@ -4,7 +4,6 @@
 need no template's help, but a grammar's: they read an answer that is nothing but calls, or one call's arguments.
 """
 
-import json
 import os
 import re
 from collections.abc import Callable
@@ -93,14 +92,8 @@ def learned_form(render: Render) -> Form | None:
 def _marked_json(mark: str, before: str, middle: str, after: str) -> Form:
     """A mark, then JSON with the name in it."""
     end = after.lstrip().lstrip("}] \n\t").strip()
-
-    close = _LAST_MARKS.sub("", after)
-
-    def write(lark: Lark, function: Function) -> str:
-        name = json.dumps(function.name)[1:-1]
-        return f"{lark.text(before.lstrip() + name + middle)} {lark.json(schema_of(function))} {lark.text(close)}"
-
-    return Form(marked_json(mark, close=end), Frame(mark, write), marks=(mark, *([end] if end else [])))
+    call = named_call(before.lstrip(), middle, _LAST_MARKS.sub("", after))
+    return Form(marked_json(mark, close=end), Frame(mark, call), marks=(mark, *([end] if end else [])))
 
 
 def _named(before: str, middle: str, after: str) -> Form:
