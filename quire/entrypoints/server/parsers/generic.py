@@ -74,8 +74,8 @@ def learned_form(render: Render) -> Form | None:
     if found is None or not begun <= at < found.start() or found.start() - at > MAX_NAME:
         return None
     before, middle = written[begun:at], written[at + len(_NAME) : found.start()]
-    after = written[found.end() :]
-    after = _to_tags_end(after, len(after) - _common(after[::-1], plain.partition(_TEXT)[2][::-1]))
+    after = written[found.end() :].rstrip()
+    after = _to_tags_end(after, len(after) - _common(after[::-1], plain.partition(_TEXT)[2].rstrip()[::-1]))
     if _ID in before + middle + after:
         return None  # what the model would write there, nobody knows
     if head := _JSON_HEAD.search(before):
@@ -104,9 +104,10 @@ def _named(before: str, middle: str, after: str) -> Form:
         read.start(name.strip())
         yield from read.arguments()
         read.end()
-        yield from read.one_of(after)
+        yield from read.one_of(after, close)
 
-    return Form(marked(call, before), Frame(before, named_call(before, middle, _LAST_MARKS.sub("", after))))
+    close = _LAST_MARKS.sub("", after)
+    return Form(marked(call, before), Frame(before, named_call(before, middle, close)))
 
 
 def _before_tag(text: str, at: int) -> int:

@@ -134,6 +134,33 @@ def check(make: Callable[[], Parser], text: str, said: list[Said]) -> None:
         assert read(make(), *pieces) == whole, pieces[0]
 
 
+@pytest.mark.parametrize(
+    ("call", "ends"),
+    [
+        ("<fn={name}>{arguments}</fn>", ("<|eot_id|>", "<|eom_id|>")),  # functionary 3.1
+        ('<TOOLS>[{{"name": "{name}", "arguments": {arguments}}}]</TOOLS>', ("\n<S_12>\n", "<S_12>\n\n")),  # Nemotron
+    ],
+)
+def test_what_ends_a_turn_of_calls_is_no_part_of_them(call: str, ends: tuple[str, str]) -> None:
+    """It is no text of the answer's, as it stops the model: a call is complete without it."""
+
+    def written(name: str, arguments: Any) -> str:
+        return call.format(name=name, arguments=json.dumps(arguments))
+
+    def render(messages: list[dict[str, Any]], tools: list[Any], opened: bool) -> str:
+        text = ""
+        for message in messages:
+            calls = [written(**one["function"]) for one in message.get("tool_calls", ())]
+            text += f"<|{message['role']}|>{message['content']}{''.join(calls)}{ends[bool(calls)]}"
+        return text + ("<|assistant|>" if opened else "")
+
+    form = learned_form(render)
+    assert form is not None
+    for end in ("", "" if "S_12" in ends[1] else ends[1]):
+        text = written("find_ferry", {"port": "Oslo"}) + end
+        check(lambda: ScriptParser(form.script, OFFER, lambda: "an id"), text, [("find_ferry", {"port": "Oslo"})])
+
+
 NESTED: Call = ("tide", {"when": {"a": [{"b": []}, [1, -2.5, None, True]], "c": {"d": {}}}})
 CASES: dict[str, list[Call]] = {
     "one": [("find_ferry", {"port": "Oslo", "cars": 2})],
