@@ -19,7 +19,7 @@ def script(read: Reader) -> Script[None]:
         return
     while (yield from read.peek(1)):
         header, mark = "", ""
-        with read.attempt(None):
+        with read.attempt((yield from read.one_of(START, CHANNEL))):
             header, mark = yield from read.until(MESSAGE, *_ENDS, most=4 * MAX_NAME)
             if mark != MESSAGE:
                 raise WrongCallError

@@ -517,6 +517,15 @@ def test_what_may_be_text_is_text_unless_it_is_of_another_kind(schema: Any, writ
         assert read(ScriptParser(TOOL_FORMS[name].script, offer, lambda: "an id"), *text) == whole
 
 
+@pytest.mark.parametrize("cut", ["<|channel|>", "<|channel|>analy", "<|start|>assistant<|channel|>comm"])
+def test_a_header_that_the_length_cuts_is_no_text(cut: str) -> None:
+    """Nor is one after a thought."""
+    assert told(read(tool_parser("openai"), cut, is_cut=True)) == []
+    thought, later = "<|channel|>analysis<|message|>Hm.<|end|>", cut.replace("<|channel|>", "<|start|>", 1)
+    assert told(read(tool_parser("openai"), thought + later, is_cut=True)) == ["(Hm.)"]
+    assert told(read(tool_parser("openai"), cut)) == [cut]
+
+
 def test_ids_are_of_the_formats_own_kind() -> None:
     (start, *_) = read(tool_parser("mistral"), "[TOOL_CALLS]tide[ARGS]{}")
     assert isinstance(start, ToolCallStart)
