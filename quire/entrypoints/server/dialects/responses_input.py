@@ -15,7 +15,6 @@ Item = dict[str, Any]
 _ROLES = ("user", "system", "developer", "assistant")
 _TEXTS = {"input_text": "text", "output_text": "text", "text": "text", "refusal": "refusal"}  # part -> its field
 _MEDIA = {"input_image": "images", "input_file": "files", "input_audio": "audio"}
-_CHOICES = ("none", "auto", "required")
 
 
 def read_items(given: str | Sequence[Item], stem: str) -> list[Item]:
@@ -110,7 +109,8 @@ def messages_of(items: Sequence[Item], instructions: str | None) -> list[dict[st
     for item in [item for item in items if item["type"] != "reasoning" or item["content"] or item["summary"]]:
         kind = item["type"]
         if kind in ("reasoning", "function_call") or item.get("role") == "assistant":
-            if turn is None or _goes_before(kind, turn):
+            # A thought, or more text, begins another message.
+            if turn is None or (kind != "function_call" and ("tool_calls" in turn or "content" in turn)):
                 messages.append(turn := {"role": "assistant"})
             _add_to_turn(turn, item)
             continue
@@ -127,11 +127,6 @@ def without_oldest(items: Sequence[Item], num_out: int) -> list[Item]:
     kept = [item for item in items[:num_out] if item.get("role") in ("system", "developer")] + list(items[num_out:])
     calls = {item["call_id"] for item in kept if item["type"] == "function_call"}
     return [item for item in kept if item["type"] != "function_call_output" or item["call_id"] in calls or not num_out]
-
-
-def _goes_before(kind: str, turn: dict[str, Any]) -> bool:
-    """Whether an item of this kind can't follow what the assistant's message has."""
-    return kind != "function_call" and ("tool_calls" in turn or "content" in turn)
 
 
 def _add_to_turn(turn: dict[str, Any], item: Item) -> None:
@@ -204,18 +199,10 @@ def _tool(tool: Item, where: str) -> dict[str, Any]:
 
 
 def _tool_choice(choice: str | Item | None) -> Any:
-    if choice is None or choice in _CHOICES:
-        return choice
-    if isinstance(choice, dict) and choice.get("type") == "function":
-        return {"type": "function", "function": {"name": field_text(choice, "name", "tool_choice")}}
+    """As a chat has it, where what is allowed stands one level down; read there, and refused."""
     if isinstance(choice, dict) and choice.get("type") == "allowed_tools":
-        tools = choice.get("tools")
-        if isinstance(tools, list) and all(isinstance(tool, dict) for tool in tools):
-            names = [field_text(tool, "name", "tool_choice.tools") for tool in tools]
-            allowed = [{"type": "function", "function": {"name": name}} for name in names]
-            return {"type": "allowed_tools", "allowed_tools": {"mode": choice.get("mode", "auto"), "tools": allowed}}
-    rule = "'none', 'auto', 'required', a function with its name, or allowed_tools with a list"
-    raise wrong("tool_choice", rule, choice)
+        return {"type": "allowed_tools", "allowed_tools": {"mode": "auto"} | choice}
+    return choice
 
 
 def _format(given: Item) -> Item:
