@@ -8,8 +8,10 @@ import json
 from collections.abc import Callable
 from typing import Any
 
+import msgspec
+
 from quire.entrypoints.server.parsers.base import Function
-from quire.entrypoints.server.parsers.reader import Reader, Script, WrongCallError, is_object, strict_json
+from quire.entrypoints.server.parsers.reader import Reader, Script, WrongCallError, is_object
 
 _KINDS = {bool: "boolean", int: "integer number", float: "number", list: "array", dict: "object", type(None): "null"}
 NAME_KEYS, ARGUMENT_KEYS = ("name", "function", "tool_name"), ("arguments", "parameters")
@@ -168,7 +170,7 @@ def converted(text: str, types: set[str]) -> Any:
         value = {"none": None, "true": True, "false": False}[word.lower()]
     else:
         try:
-            value = strict_json(word)
+            value = msgspec.json.decode(word)
         except (ValueError, RecursionError):
             return text if "string" in types else word
     # What may be text is that, as 42 and true are, unless it is of another kind that it may be.

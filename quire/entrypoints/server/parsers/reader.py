@@ -355,16 +355,3 @@ def is_object(text: Any) -> bool:
         return isinstance(text, str) and isinstance(msgspec.json.decode(text), dict)
     except (ValueError, RecursionError):  # a lone surrogate is a ValueError, too, which no answer could hold
         return False
-
-
-def strict_json(text: str) -> Any:
-    """A JSON value, read.
-
-    Raises:
-        ValueError: it is none, as infinity is none.
-    """
-    return json.loads(text, parse_constant=_refuse)
-
-
-def _refuse(constant: str) -> None:
-    raise ValueError(f"{constant} is no JSON")
