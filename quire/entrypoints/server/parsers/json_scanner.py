@@ -67,7 +67,7 @@ class JsonScanner:
         elif begin in _CLOSES:
             if depth == MAX_DEPTH:
                 self.taken -= 1
-                raise self._fault()
+                raise NoJsonError
             yield from self._members(begin, depth + 1)
         elif begin in _LITERALS:
             for wanted in _LITERALS[begin]:
@@ -105,10 +105,10 @@ class JsonScanner:
         while (char := (yield from self._peek())) in "+-.eE0123456789":
             text += char
             if len(text) > _MAX_NUMBER or not _NUMBER_BEGUN.fullmatch(text):
-                raise self._fault()
+                raise NoJsonError
             self.taken += 1
         if not _NUMBER.fullmatch(text):
-            raise self._fault()
+            raise NoJsonError
 
     def _next(self, choices: str) -> Generator[None, None, str]:
         """One of these characters, perhaps after space."""
@@ -117,7 +117,7 @@ class JsonScanner:
 
     def _one_of(self, choices: str) -> Generator[None, None, str]:
         if (char := (yield from self._peek())) not in choices:
-            raise self._fault()
+            raise NoJsonError
         self.taken += 1
         return char
 
@@ -134,6 +134,3 @@ class JsonScanner:
             if self.taken < len(self._text):
                 return
             yield
-
-    def _fault(self) -> NoJsonError:
-        return NoJsonError(f"{self._text[self.taken : self.taken + 20]!r} can't follow")
