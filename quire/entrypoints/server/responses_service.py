@@ -8,6 +8,7 @@ import asyncio
 from collections.abc import AsyncGenerator
 from contextlib import aclosing, suppress
 from copy import copy
+from functools import partial
 from typing import Any
 
 import msgspec
@@ -24,6 +25,7 @@ from quire.errors import InvalidRequestError, QuireError
 from quire.utils.logs import logger
 
 _STEM = 32  # characters of an id's random part
+_Items = dict[str, dict[str, Any]]  # by their ids
 _LOST = {"code": "server_error", "message": "the server was stopped before this response was complete."}
 
 
@@ -122,21 +124,20 @@ class ResponsesService:
                 message = f"the response {body.previous_response_id!r} is not complete yet; wait for it."
                 raise InvalidRequestError(message, "previous_response_id")
             context = previous.input + previous.response["output"]
-
-        async def find(item_id: str) -> dict[str, Any]:
-            return await self._find_item(item_id, client)
-
+        find = partial(self._find_item, client, {})
         return await read_response(self._state, body, request_id, context, find, prompt_only)
 
-    async def _find_item(self, item_id: str, client: str | None) -> dict[str, Any]:
-        """An item of an earlier response, whose id the item's tells."""
+    async def _find_item(self, client: str | None, known: dict[str, _Items], item_id: str) -> dict[str, Any]:
+        """An item of an earlier response, whose id the item's tells; `known`: those of responses looked at so far."""
         stem = item_id.partition("_")[2][:_STEM]
-        with suppress(ResponseNotFoundError):
-            found = await self.get(f"resp_{stem}", client)
-            for item in found.response["output"] + found.input:
-                if item["id"] == item_id:
-                    return item
-        raise InvalidRequestError(f"no item with the id {item_id!r:.80} is stored; send it whole.", "input")
+        if stem not in known:
+            known[stem] = {}
+            with suppress(ResponseNotFoundError):
+                found = await self.get(f"resp_{stem}", client)
+                known[stem] = {item["id"]: item for item in found.input + found.response["output"]}
+        if item_id not in known[stem]:
+            raise InvalidRequestError(f"no item with the id {item_id!r:.80} is stored; send it whole.", "input")
+        return known[stem][item_id]
 
     async def _events(self, job: _Job) -> AsyncGenerator[list[Event], None]:
         """The events of a turn; what is to be kept is kept before its last ones are told."""

@@ -295,6 +295,29 @@ def test_what_the_template_is_given(server: Any, client: TestClient) -> None:
     assert prompt_of(server).endswith(f"<|assistant|>{TEXT}<|end|><|user|>So?<|end|><|assistant|>")
 
 
+def test_a_response_is_looked_up_once_for_all_its_items(server: Any, client: TestClient) -> None:
+    """To read one of megabytes thousands of times holds up all others."""
+    given = [{"role": "user", "content": str(number)} for number in range(9)]
+    first = post(client, input=given)
+    looked_up: list[str] = []
+    store = server.app.state.responses._store
+    get_stored = store.get
+
+    async def note(key: str, owner: str) -> bytes | None:
+        looked_up.append(key)
+        return await get_stored(key, owner)
+
+    store.get = note
+    listed = get(client, f"{first['id']}/input_items", order="asc")["data"] + first["output"]
+    looked_up.clear()
+    references = [{"type": "item_reference", "id": item["id"]} for item in listed]
+    second = post(client, input=[*references, USER])
+    assert looked_up == [first["id"]]
+    assert get(client, f"{second['id']}/input_items", order="asc")["data"][:-1] == listed
+    unknown = {"type": "item_reference", "id": f"{listed[0]['id']}0"}
+    assert client.post(PATH, json={"input": [*references, unknown]}).status_code == 400
+
+
 def test_sampling_fields(server: Any, client: TestClient) -> None:
     post(client, temperature=0.5, top_p=0.5, top_k=3, seed=7, stop=["x"], repetition_penalty=1.1, max_output_tokens=20)
     params = server.request.task.params
