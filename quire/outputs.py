@@ -62,10 +62,8 @@ class _Output(Struct):
                 continue
             if name in ("token_ids", "prompt_token_ids") and len(value) > _SHOWN_TOKENS:
                 shown = f"{repr(value[:_SHOWN_TOKENS])[:-1]}, ... {len(value)} tokens]"
-            elif name in ("logprobs", "prompt_logprobs"):
-                shown = f"[{len(value)} positions]"
             else:
-                shown = repr(value)
+                shown = f"[{len(value)} positions]" if name in ("logprobs", "prompt_logprobs") else repr(value)
             parts.append(f"{name}={shown}")
         return f"{type(self).__name__}({', '.join(parts)})"
 

@@ -33,8 +33,7 @@ class NativeBackend(AttentionBackend):
     """
 
     def __init__(self, int8: bool = False, level: str | None = None) -> None:
-        self.int8 = int8
-        self._level = level
+        self.int8, self._level = int8, level
 
     def kv_cache_shape(self, num_blocks: int, block_size: int, num_kv_heads: int, head_dim: int) -> tuple[int, ...]:
         """[blocks, 2, Hkv, elements of a head's tokens], keys then values; csrc/kernels.h has the order within."""

@@ -109,8 +109,7 @@ class ConfigReader:
     """Reads one config.json by whichever names its family uses; every error names the key and the model."""
 
     def __init__(self, config: dict[str, Any], model: str) -> None:
-        self.config = config
-        self.model = model
+        self.config, self.model = config, model
         model_type = config.get("model_type")
         self.model_type: str = model_type if isinstance(model_type, str) else ""
         self.family = family_of(self.model_type)

@@ -104,8 +104,7 @@ class _Header:
     """Reads a header value by value; what lies beyond the end of the file is an error."""
 
     def __init__(self, data: mmap.mmap, file: str) -> None:
-        self.data = data
-        self.file = file
+        self.data, self.file = data, file
         self.offset = 4
         self.where = "its start"
 

@@ -35,12 +35,8 @@ class SelfAttention(nn.Module):
         sinks: nn.Parameter | None = None,
     ) -> None:
         super().__init__()
-        self.backend = backend
-        self.spec = spec
-        self.qkv_proj = qkv_proj
-        self.o_proj = o_proj
-        self.q_norm = q_norm
-        self.k_norm = k_norm
+        self.backend, self.spec, self.qkv_proj = backend, spec, qkv_proj
+        self.o_proj, self.q_norm, self.k_norm = o_proj, q_norm, k_norm
         self.sinks = sinks
         self.kv_start = o_proj.in_features
 

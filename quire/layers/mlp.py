@@ -29,8 +29,7 @@ class GatedMLP(nn.Module):
     def __init__(self, gate_up_proj: Linear, down_proj: Linear, activation: str) -> None:
         super().__init__()
         self.activation = _known(activation, gated=True)
-        self.gate_up_proj = gate_up_proj
-        self.down_proj = down_proj
+        self.gate_up_proj, self.down_proj = gate_up_proj, down_proj
 
     def forward(self, x: Tensor, step: Step | None) -> Tensor:
         return self.down_proj(self.gate_up_proj(x, step, gate=self.activation), step)
@@ -42,8 +41,7 @@ class MLP(nn.Module):
     def __init__(self, fc1: Linear, fc2: Linear, activation: str) -> None:
         super().__init__()
         self.activation = _known(activation, gated=False)
-        self.fc1 = fc1
-        self.fc2 = fc2
+        self.fc1, self.fc2 = fc1, fc2
 
     def forward(self, x: Tensor, step: Step) -> Tensor:
         return self.fc2(self.activation(self.fc1(x, step)), step)

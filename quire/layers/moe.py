@@ -62,8 +62,7 @@ class MixtureOfExperts(nn.Module):
         owners: ops.Owners | None = None,
     ) -> None:
         super().__init__()
-        self.routing = routing
-        self.gate = gate
+        self.routing, self.gate = routing, gate
         self.experts = nn.ModuleList(experts)
         self.shared_expert, self.shared_expert_gate = shared or (None, None)
         here = range(len(experts)) if owners is None else owners.own

@@ -29,8 +29,7 @@ class RMSNorm(Norm):
     def __init__(self, size: int, eps: float, dtype: torch.dtype, plus_one: bool = False) -> None:
         super().__init__()
         self.weight = nn.Parameter(torch.empty(size, dtype=dtype), requires_grad=False)
-        self.eps = eps
-        self.plus_one = plus_one
+        self.eps, self.plus_one = eps, plus_one
 
     def forward(self, x: Tensor) -> Tensor:
         return ops.rms_norm(x, self.weight, self.eps, self.plus_one)

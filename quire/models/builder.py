@@ -109,9 +109,7 @@ class Builder:
     """
 
     def __init__(self, context: BuildContext, prefix: str = "", here: bool = True) -> None:
-        self.context = context
-        self.prefix = prefix
-        self.here = here
+        self.context, self.prefix, self.here = context, prefix, here
 
     def name(self, name: str) -> str:
         """The full name of a layer."""

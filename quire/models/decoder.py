@@ -32,11 +32,8 @@ class DecoderLayer(nn.Module):
         scale: float | None = None,
     ) -> None:
         super().__init__()
-        self.input_layernorm = input_layernorm
-        self.self_attn = self_attn
-        self.post_attention_layernorm = post_attention_layernorm
-        self.mlp = mlp
-        self.scale = scale
+        self.input_layernorm, self.self_attn = input_layernorm, self_attn
+        self.post_attention_layernorm, self.mlp, self.scale = post_attention_layernorm, mlp, scale
 
     def forward(self, x: Tensor, residual: Tensor | None, step: Step) -> tuple[Tensor, Tensor | None]:
         """x and residual [T, H] (None before the first layer) -> the same pair."""
@@ -55,8 +52,7 @@ class SandwichLayer(DecoderLayer):
         """`norms`: the four of them, in the order in which they are applied."""
         before_attention, after_attention, before_mlp, after_mlp = norms
         super().__init__(before_attention, self_attn, after_attention, mlp)
-        self.pre_feedforward_layernorm = before_mlp
-        self.post_feedforward_layernorm = after_mlp
+        self.pre_feedforward_layernorm, self.post_feedforward_layernorm = before_mlp, after_mlp
 
     def forward(self, x: Tensor, residual: Tensor | None, step: Step) -> tuple[Tensor, Tensor]:
         """x and residual [T, H] (None before the first layer) -> the same pair."""
@@ -131,8 +127,7 @@ class Decoder(nn.Module):
         projections: tuple[Linear, Linear] | None = None,
     ) -> None:
         super().__init__()
-        self.embed_tokens = embed_tokens
-        self.embed_positions = embed_positions
+        self.embed_tokens, self.embed_positions = embed_tokens, embed_positions
         self.embed_scale = embed_scale
         self.project_in, self.project_out = projections or (None, None)
         self.layers = nn.ModuleList(layers)

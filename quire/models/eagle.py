@@ -142,9 +142,7 @@ class EagleHead(nn.Module):
 
     def fuse(self, hidden: Sequence[Tensor]) -> Tensor:
         """What `forward` reads of the model's states: the last one, or of `layers_read`; [T, H] each -> [T, H]."""
-        if self.joins or self.fc is None:
-            return hidden[0]
-        return self.fc([hidden[place] for place in self._places])
+        return hidden[0] if self.joins or self.fc is None else self.fc([hidden[place] for place in self._places])
 
     def forward(self, input_ids: Tensor, hidden: Tensor, step: Step) -> Tensor:
         """[T] ids and [T, H], of the position before each -> [T, H]; writes to the step's caches."""

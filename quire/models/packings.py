@@ -45,9 +45,7 @@ class Numbers:
 
     def columns(self) -> Tensor:
         """The group of each column, int64 [K]."""
-        if isinstance(self.group, Tensor):
-            return self.group
-        return torch.arange(self.codes.shape[1]) // self.group
+        return self.group if isinstance(self.group, Tensor) else torch.arange(self.codes.shape[1]) // self.group
 
     def dense(self, dtype: torch.dtype, rows_at_once: int = 512) -> Tensor:
         """The values, worked out in float32 and rounded once."""
@@ -171,10 +169,8 @@ def read_packed(tensors: Mapping[str, Tensor], bits: int, num_columns: int, grou
     zeros, half = tensors.get("weight_zero_point"), 1 << bits - 1
     if zeros is None:
         zeros = torch.full_like(scales, half)
-    elif zeros.dtype == torch.int32:
-        zeros = unpack(zeros.t(), bits, scales.shape[0]).t()
     else:
-        zeros = zeros.int() + half
+        zeros = unpack(zeros.t(), bits, scales.shape[0]).t() if zeros.dtype == torch.int32 else zeros.int() + half
     columns = tensors["weight_g_idx"].long() if "weight_g_idx" in tensors else group
     return Numbers(unpack(tensors["weight_packed"], bits, num_columns), scales, zeros, columns)
 

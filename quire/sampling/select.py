@@ -104,8 +104,7 @@ class DrawTable:
     """
 
     def __init__(self, ids: Ids | None, weights: Weights) -> None:
-        self.ids = ids
-        self.weights = weights
+        self.ids, self.weights = ids, weights
         if ids is None:
             self._starts = np.arange(0, len(weights), _PART)
             self._parts = self._starts // _PART

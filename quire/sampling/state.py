@@ -108,11 +108,8 @@ class SamplingState:
         stop_token_ids: Iterable[int] = (),
         bad_words_token_ids: Iterable[Sequence[int]] = (),
     ) -> None:
-        self.params = params
-        self.tokens = tokens
-        self.seed = seed
-        self.sequence_index = sequence_index
-        self.vocab_size = vocab_size
+        self.params, self.tokens, self.seed = params, tokens, seed
+        self.sequence_index, self.vocab_size = sequence_index, vocab_size
         self.greedy = params.sampling_type is SamplingType.GREEDY
         top_k = params.top_k if 0 < params.top_k < vocab_size else vocab_size
         self.choice = params.temperature, top_k, params.top_p, params.min_p  # as `quire.sampling.select` takes them

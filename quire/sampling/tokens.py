@@ -25,9 +25,7 @@ class SequenceTokens:
     __slots__ = ("ids", "num", "num_drafts", "num_prompt", "num_virtual")
 
     def __init__(self, ids: npt.NDArray[np.int32], num_prompt: int, num: int, num_virtual: int = 0) -> None:
-        self.num_virtual = num_virtual
-        self.ids = ids
-        self.num_prompt = num_prompt
+        self.num_virtual, self.ids, self.num_prompt = num_virtual, ids, num_prompt
         self.num = num
         self.num_drafts = 0
 

@@ -56,8 +56,7 @@ class Tokenizer:
     """
 
     def __init__(self, backend: Backend, config: TokenizerConfig, name_or_path: str) -> None:
-        self._backend = backend
-        self.name_or_path = name_or_path
+        self._backend, self.name_or_path = backend, name_or_path
         self.is_fast = isinstance(backend, FastBackend)
         self.chat_template = config.chat_template
         self.special_tokens_map = {name: token.content for name, token in config.named_tokens.items()}

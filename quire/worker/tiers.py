@@ -75,8 +75,7 @@ class DiskCache:
     """
 
     def __init__(self, host: HostCache, files: BlockFiles) -> None:
-        self._host = host
-        self._files = files
+        self._host, self._files = host, files
         self._has_nothing_else = False  # the last plan computes nothing
         self._told = DiskNews()
         self.close = weakref.finalize(self, files.close)

@@ -37,9 +37,7 @@ class Value:
     """In place of an activation [T, width], T being the step's number of tokens."""
 
     def __init__(self, builder: "ProgramBuilder", width: int, type: Type) -> None:
-        self.builder = builder
-        self.width = width
-        self.type = type
+        self.builder, self.width, self.type = builder, width, type
         self.kept = False  # somebody else wants it too: it is not fused into what follows
         self.fused = False  # no longer computed: only what followed it is
 

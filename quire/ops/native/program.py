@@ -84,8 +84,7 @@ class Caches:
     """The KV caches of runs, one a layer, as `quire.attention.native` shapes them."""
 
     def __init__(self, tensors: Sequence[Tensor], type: Type) -> None:
-        self.tensors = tensors
-        self.type = type
+        self.tensors, self.type = tensors, type
         self._pointers = (ctypes.c_void_p * max(1, len(tensors)))(*(tensor.data_ptr() for tensor in tensors))
         self.address = ctypes.addressof(self._pointers)
 
@@ -155,11 +154,9 @@ class Program:
     """
 
     def __init__(self, plan: Plan, target: Target, held: list[object], check: Callable[[], None] | None = None) -> None:
-        self.target = target
-        self.check = check
+        self.target, self.check = target, check
         self._library = loaded_library()
-        self._held = held
-        self.plan = plan
+        self._held, self.plan = held, plan
         self.is_whole = not any(isinstance(part, HostCall) for part in plan.parts)
         self._bound = [(b.width, Type(b.type)) for b in plan.buffers[: plan.num_bound]]
         self._row_bytes = sum(b.width * DTYPE_OF[Type(b.type)].itemsize for b in plan.buffers if not b.bound)

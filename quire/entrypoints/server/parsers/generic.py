@@ -84,9 +84,7 @@ def learned_form(render: Render) -> Form | None:
         if (mark := before[: head.start()].strip()) == "":
             return JSON_CALLS
         return _marked_json(mark, before, middle, after)
-    if not before.strip() or not middle:
-        return None
-    return _named(before.lstrip(), middle, after)
+    return _named(before.lstrip(), middle, after) if before.strip() and middle else None
 
 
 def _marked_json(mark: str, before: str, middle: str, after: str) -> Form:
