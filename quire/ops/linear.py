@@ -35,8 +35,7 @@ def linear(
     num_columns = weight.shape[0]
     if num_columns < MIN_COLUMNS:
         weight = F.pad(weight, (0, 0, 0, MIN_COLUMNS - num_columns))
-    num_tiles = -(-num_rows // ROW_TILE)
-    out = x.new_empty(num_tiles * ROW_TILE, weight.shape[0])
+    out = x.new_empty(-(-num_rows // ROW_TILE) * ROW_TILE, weight.shape[0])
     x = x.contiguous()
     if x.data_ptr() % _ALIGNMENT:
         x = x.clone()

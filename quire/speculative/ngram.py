@@ -50,9 +50,7 @@ class NgramIndex:
         Where they reach the end of the list they go on from its beginning: a text that repeats itself goes on so.
         """
         found, token_ids = self._found, self.token_ids
-        if found < 0:
-            return []
-        return [*islice(cycle(token_ids[found : found + count]), count)]
+        return [] if found < 0 else [*islice(cycle(token_ids[found : found + count]), count)]
 
 
 class NgramProposer(Proposer):

@@ -250,8 +250,7 @@ class Pace:
                 chances.append((chance, level))
                 chance *= rate
         chances.sort(reverse=True)
-        plain = self.costs(num_scheduled)
-        speed = num_scheduled / plain * self._gain
+        speed = num_scheduled / self.costs(num_scheduled) * self._gain
         counts: dict[int, int] = {}
         best: dict[int, int] = {}
         tokens = float(num_scheduled)

@@ -182,8 +182,7 @@ class Worker:
                 shape = device.cache_shape(self._layers[layer], num_blocks, layout.block_size)
                 caches[layer] = device.allocate(shape, dtype, touched)
         # Forks are made before rows are removed: for that moment there can be twice as many.
-        num_rows = 2 * config.max_num_seqs
-        table = RowTable(num_rows, layout, config.max_num_drafts, config.draft_tree)
+        table = RowTable(2 * config.max_num_seqs, layout, config.max_num_drafts, config.draft_tree)
         tensors = [caches[layer] for layer in range(len(self._layers))]
         host = HostCache(device, tensors, self._groups, layout.num_host_blocks) if layout.num_host_blocks else None
         if host is not None and self._files is not None:
