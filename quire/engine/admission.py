@@ -16,13 +16,15 @@ class Admission:
 
     Attributes:
         queued: those that are not yet part of a step.
+        is_paused: whether requests wait in `wait`.
+        keeps: whether those in the engine wait, too.
     """
 
     def __init__(self, limit: int | None) -> None:
         self.queued: set[str] = set()
+        self.is_paused = self.keeps = False
         self._limit = limit
-        self._going = asyncio.Event()
-        self._going.set()
+        self._looks = asyncio.Event()  # when those that wait are to look again
 
     def check(self, num_requests: int, seats: int, num_open: int, num_waiting: int) -> None:
         """Check that so many more requests may be queued.
@@ -48,21 +50,21 @@ class Admission:
         if queued + num_requests > limit + (0 if num_waiting else max(0, places)):
             raise OverloadedError(f"{queued} requests are queued already, and {limit} may be; try again later.")
 
-    @property
-    def is_paused(self) -> bool:
-        """Whether requests wait in `wait`."""
-        return not self._going.is_set()
-
-    def pause(self) -> None:
+    def pause(self, keeps: bool) -> None:
         """Let those that come wait until `resume`."""
-        if not self.is_paused:
-            self._going = asyncio.Event()  # another one, as the loop may be, too
+        self.is_paused, self.keeps = True, keeps
 
     def resume(self) -> None:
         """Let them go on."""
-        self._going.set()
+        self.is_paused = self.keeps = False
+        self.look_again()
 
-    async def wait(self) -> None:
-        """Return once it is not paused."""
-        while self.is_paused:
-            await self._going.wait()
+    def look_again(self) -> None:
+        """Let those that wait see whether they still have to."""
+        looks, self._looks = self._looks, asyncio.Event()  # another one, as the loop may be, too
+        looks.set()
+
+    async def wait(self, request_id: str, aborted: set[str]) -> None:
+        """Return once it is not paused, or a look finds the request aborted."""
+        while self.is_paused and request_id not in aborted:
+            await self._looks.wait()

@@ -33,6 +33,7 @@ from quire.protocol.cache import PinnedPrefix
 from quire.protocol.core import Abort, Add, Call, CallName, CoreClient, Dead, Event, Finish, News, Ready, Refused, Reply
 from quire.protocol.requests import Terms
 from quire.protocol.stats import EngineSnapshot, EngineStats, Limits
+from quire.protocol.step import SequenceOutput
 from quire.sampling_params import BeamSearchParams, RequestOutputKind, SamplingParams
 from quire.scheduler.live_limits import limits_of
 from quire.utils.logs import quoted
@@ -190,7 +191,8 @@ class AsyncLLM:
                 prompt, params = await self.prepare(prompt, params or self.get_default_sampling_params()), None
             processed = self._inputs.processor.process(external, prompt, params, came, now, terms)
             if not loads:  # an adapter is loaded all the same
-                await self._admission.wait()  # nothing is awaited after it: who pauses the engine sees all that passed
+                # Nothing is awaited after it: who pauses the engine sees all that passed.
+                await self._admission.wait(internal, self._aborted_early)
             stream.source = self._submit(processed.renamed(internal), external)
             yield stream
         finally:
@@ -229,7 +231,12 @@ class AsyncLLM:
                 yield PoolingRequestOutput(one.request_id, found, one.prompt_token_ids, one.num_cached_tokens or 0)
 
     async def add_lora(self, lora_request: AdapterRequest) -> bool:
-        """Have an adapter loaded, before a request asks for it. Raises as `generate` does."""
+        """Have an adapter loaded, before a request asks for it; where a pause keeps requests, it is just read.
+
+        Raises as `generate` does.
+        """
+        if self._admission.keeps:
+            return await self.find_adapter(lora_request) is not None
         async for _ in self.generate({"prompt_token_ids": [0]}, _ONE_TOKEN, lora_request=lora_request):
             pass
         return True
@@ -250,6 +257,7 @@ class AsyncLLM:
         internal = [own for own, external in self._external.items() if external in wanted]
         if internal and self._monitor.dead is None:
             self._aborted_early.update(own for own in internal if own not in self._outputs.records)
+            self._admission.look_again()
             self._client.send(Abort(internal))
 
     # The engine.
@@ -333,11 +341,12 @@ class AsyncLLM:
             InvalidRequestError: another mode.
         """
         require(mode in _MODES, "mode", mode, "'abort', 'wait' or 'keep'")
-        self._admission.pause()
         keeps = mode == "keep" and not wait_for_inflight_requests
+        self._admission.pause(keeps)
         await self._call("hold", keeps)
         while not keeps and (records := [*self._outputs.records]):
-            if mode == "abort" and not wait_for_inflight_requests and self._monitor.dead is None:
+            self._monitor.check()
+            if mode == "abort" and not wait_for_inflight_requests:
                 self._client.send(Abort(records))
             await asyncio.sleep(0.01)
         if clear_cache:
@@ -393,9 +402,11 @@ class AsyncLLM:
         record = self._outputs.add(processed)
         record.shown.request_id = external
         self.observer.on_arrival(request, processed.params.n)
-        self._client.send(Add(request))
-        if internal in self._aborted_early:
-            self._client.send(Abort([internal]))
+        if internal in self._aborted_early:  # the engine never hears of it
+            ended = [SequenceOutput(internal, index, [], finish_reason="abort") for index in range(record.num_left)]
+            self._take_in(News(ended, [], 0.0, time.monotonic(), self._stats))
+        else:
+            self._client.send(Add(request))
         return record
 
     def _close(self, internal: str) -> None:

@@ -28,6 +28,7 @@ from quire.errors import (
     RequestFailedError,
 )
 from quire.outputs import RequestOutput
+from quire.protocol.core import Reply
 
 Run = Callable[[Coroutine[Any, Any, Any]], Any]
 ARGS = EngineArgs(model="demo", debug=True, num_kv_blocks=256)
@@ -447,6 +448,50 @@ def test_requests_are_kept_in_a_pause(engine: Engine, clear_cache: bool) -> None
         for output, whole in zip(outputs, [*expected, expected[0]], strict=True):
             assert [part.token_ids for part in output.outputs] == [part.token_ids for part in whole.outputs]
             assert [part.logprobs for part in output.outputs] == [part.logprobs for part in whole.outputs]
+        await engine.when_idle()
+
+    engine.run(check())
+
+
+def test_a_pause_ends_with_the_engine() -> None:
+    """Though a request that runs is not read meanwhile."""
+    llm = AsyncLLM.from_engine_args(ARGS, options=AsyncOptions(log_level="critical"))
+
+    async def check() -> None:
+        running = llm.generate("x", SamplingParams(max_tokens=400, ignore_eos=True))
+        await anext(running)
+        assert isinstance(llm._client, ProcessClient)
+        os.kill(llm._client.pid, signal.SIGSTOP)
+        pausing = asyncio.create_task(llm.pause_generation(mode="wait"))
+        await asyncio.sleep(0.05)
+        llm._on_event(Reply(max(llm._calls)))  # as if it died just after that
+        os.kill(llm._client.pid, signal.SIGKILL)
+        with pytest.raises(EngineDeadError):
+            await asyncio.wait_for(pausing, 10)
+        await running.aclose()
+
+    asyncio.run(check())
+    llm.shutdown()
+
+
+@pytest.mark.parametrize("mode", ["abort", "keep"])
+def test_requests_that_wait_in_a_pause_can_be_ended(engine: Engine, mode: str) -> None:
+    """At once, though the engine never hears of them, or sleeps; others wait on."""
+    llm, params = engine.llm, SamplingParams(n=2, max_tokens=3, ignore_eos=True)
+
+    async def check() -> None:
+        await llm.pause_generation(mode=mode)
+        ended, other = (asyncio.create_task(engine.collect(PROMPTS[0], params, name)) for name in ("ended", "other"))
+        await asyncio.sleep(0.05)
+        assert await llm.sleep()
+        await llm.abort("ended")
+        [last] = await asyncio.wait_for(ended, 5)
+        assert last.finished
+        assert [(part.finish_reason, part.token_ids) for part in last.outputs] == [("abort", [])] * 2
+        assert not other.done()
+        await llm.wake_up()
+        await llm.resume_generation()
+        assert [part.finish_reason for part in (await other)[-1].outputs] == ["length"] * 2
         await engine.when_idle()
 
     engine.run(check())

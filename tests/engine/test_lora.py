@@ -1,5 +1,6 @@
 """Adapters end to end: those of merged weights within rounding, and the very bits whoever shares the batch."""
 
+import asyncio
 import json
 import shutil
 from collections.abc import Iterator
@@ -13,7 +14,7 @@ from safetensors.torch import load_file, save_file
 from test_exactness import LateExecutor
 
 import quire
-from quire import LLM, LLMEngine, SamplingParams
+from quire import LLM, AsyncLLM, AsyncOptions, LLMEngine, SamplingParams
 from quire.config.engine_args import EngineArgs
 from quire.engine.build import build_core, worker_config
 from quire.engine.core import EngineCore
@@ -303,3 +304,26 @@ def test_an_engine_without_adapters_says_so(adapters: list[LoRARequest]) -> None
         plain.generate("x", ASKED, lora_request=adapters[0])
     with pytest.raises(InvalidRequestError, match=r"must be a LoRARequest or a PromptAdapterRequest; it is '"):
         plain.generate("x", ASKED, lora_request=["voice"])  # type: ignore[list-item]
+
+
+@pytest.mark.parametrize("mode", ["abort", "keep"])
+def test_an_adapter_is_taken_in_a_pause(mode: str, adapters: list[LoRARequest], tmp_path: Path) -> None:
+    engine = AsyncLLM.from_engine_args(
+        EngineArgs("demo", enable_lora=True, debug=True), options=AsyncOptions(engine="thread")
+    )
+
+    async def check() -> None:
+        running = engine.generate("Once", SamplingParams(max_tokens=100, ignore_eos=True))
+        await anext(running)
+        await engine.pause_generation(mode=mode)
+        assert await asyncio.wait_for(engine.add_lora(adapters[0]), 10)
+        with pytest.raises(InvalidRequestError, match="nowhere"):
+            await asyncio.wait_for(engine.add_lora(LoRARequest("nowhere", 9, str(tmp_path / "nowhere"))), 10)
+        await engine.resume_generation()
+        *_, last = [output async for output in engine.generate("Once", ASKED, lora_request=adapters[0])]
+        assert told(last) == run(LLM("demo", enable_lora=True), ["Once"], [adapters[0]])[0]
+        *_, last = [output async for output in running]
+        assert last.outputs[0].finish_reason == ("abort" if mode == "abort" else "length")
+
+    asyncio.run(check())
+    engine.shutdown()
