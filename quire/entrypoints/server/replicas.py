@@ -67,6 +67,7 @@ class _Replica:
         self.born, self.wait = time.monotonic(), 0.0
         self.num_restarts = 0
 
+        self.pinning: dict[str, Call] = {}  # prompts that it computes to pin them then
     @property
     def serves(self) -> bool:
         return self.state != "starting"
@@ -111,7 +112,6 @@ class ReplicasClient:
         self._held: list[Call] = []  # while requests are kept as they are, what says so
         self._weights: list[Call] = []  # that put engines to sleep, or gave them others
         self._pins: dict[str, list[Any]] = {}  # name -> arguments
-        self._pinning: dict[str, Call] = {}  # prompts that are computed to be pinned again
         self._turn, self._closed = threading.Lock(), threading.Event()
         try:
             for rank in range(args.data_parallel_size):
@@ -244,8 +244,8 @@ class ReplicasClient:
         if event.__class__ is News:
             for item in event.outputs:  # type: ignore[union-attr]
                 if (route := self._routes.get(item.request_id)) is None:
-                    if item.finish_reason is not None and item.request_id in self._pinning:
-                        client.send(self._pinning.pop(item.request_id))
+                    if item.finish_reason is not None and item.request_id in replica.pinning:
+                        client.send(replica.pinning.pop(item.request_id))
                     continue
                 if item.new_token_ids:
                     route.request = None
@@ -257,7 +257,7 @@ class ReplicasClient:
         elif isinstance(event, Dead) and replica.monitor is not None:
             return replica.monitor.die(event.message)
         elif isinstance(event, Refused):
-            if (call := self._pinning.pop(event.request_id, None)) is not None:
+            if (call := replica.pinning.pop(event.request_id, None)) is not None:
                 self._collect(replica.rank, Reply(call.call_id, fault=event.fault))
             elif (route := self._routes.get(event.request_id)) is not None:
                 self._drop(route)
@@ -301,28 +301,28 @@ class ReplicasClient:
             self._collect(replica.rank, Reply(call_id, fault=Fault.of(RequestFailedError(reason))))
         now, idle = time.monotonic(), EngineStats()
         self._on_event(self._with_totals(replica.rank, News([], [], now, now, idle)))
+        replica.pinning.clear()
 
     # Calls, which go to all.
 
     def _call(self, call: Call) -> None:
-        if call.name in _OF_IDLE and self._routes and not (self._held or call.arguments[1:] == [True]):
-            self._on_event(Reply(call.call_id, False))  # one engine might have done it, and another not
-        else:
-            serving = [replica for replica in self._replicas if replica.serves]
-            self._calls[call.call_id] = (call, {replica.rank for replica in serving}, {})
-            for replica in serving:
-                if call.name == "pin_prefix":
-                    self._pin(replica, call)
-                else:
-                    replica.client.send(call)
+        runs = any(not route.aborted for route in self._routes.values()) or any(r.pinning for r in self._replicas)
+        if call.name in _OF_IDLE and runs and not (self._held or call.arguments[1:] == [True]):
+            return self._on_event(Reply(call.call_id, False))  # one engine might have done it, and another not
+        serving = [replica for replica in self._replicas if replica.serves]
+        self._calls[call.call_id] = (call, {replica.rank for replica in serving}, {})
+        for replica in serving:
+            self._ask(replica, call)
 
-    def _pin(self, replica: _Replica, call: Call) -> None:
-        """Have an engine compute a prompt, and pin it then."""
+    def _ask(self, replica: _Replica, call: Call) -> None:
+        """Pass a call on; a prompt to be pinned is computed before."""
+        if call.name != "pin_prefix":
+            return replica.client.send(call)
         name, token_ids, cache_salt = call.arguments
         params = SamplingParams(max_tokens=1, temperature=0.0, detokenize=False)
         task = SamplingTask(params=params, max_tokens=1, stop_token_ids=frozenset(), seed=0)
         request_id = f"\0pin {replica.rank} {call.call_id} {name}"  # no request's id has such a character
-        self._pinning[request_id] = call
+        replica.pinning[request_id] = call
         request = NewRequest(request_id=request_id, prompt_token_ids=token_ids, task=task, cache_salt=cache_salt)
         replica.client.send(Add(request))
 
@@ -339,7 +339,7 @@ class ReplicasClient:
                 replies[rank] = reply
         if not missing:
             del self._calls[reply.call_id]
-            answer = total_reply([*replies.values()] or [reply])
+            answer = total_reply([replies[rank] for rank in sorted(replies)] or [reply])
             if answer.fault is None:
                 self._remember(call, answer)
             elif call.name == "pin_prefix" and call.arguments[0] not in self._pins:
@@ -416,13 +416,15 @@ class ReplicasClient:
         if self._limits:
             replica.client.send(Call(_NO_ANSWER, "set_limits", [self._limits]))
         for arguments in self._pins.values():
-            self._pin(replica, Call(_NO_ANSWER, "pin_prefix", arguments))
-        for route in list(self._routes.values()):
-            if route.rank is None:
-                self._place(route)
+            self._ask(replica, Call(_NO_ANSWER, "pin_prefix", arguments))
+        for route in [route for route in self._routes.values() if route.rank is None]:
+            self._place(route)
 
 
 def _still_to_tell(calls: list[Call], last: Call) -> list[Call]:
+        for call, missing, _ in self._calls.values():  # which the others are answering
+            missing.add(replica.rank)
+            self._ask(replica, call)
     """What a new engine has to be told of weights, in order, to be as the others are."""
     updates = [call for call in calls if call.name == "update_weights"]
     if last.name == "sleep":  # at level 2, other weights are forgotten

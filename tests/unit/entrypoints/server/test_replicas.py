@@ -17,6 +17,7 @@ from quire.protocol.core import Abort, Add, Call, Command, Dead, Event, Fault, F
 from quire.protocol.requests import NewRequest, SamplingTask
 from quire.protocol.stats import EngineStats
 from quire.protocol.step import SequenceOutput
+from quire.protocol.worker import Returned
 from quire.sampling_params import SamplingParams
 
 STATS = EngineStats(1, 0, 0.0, 0, 0, 0, {})
@@ -393,3 +394,63 @@ def test_where_one_engine_is_all_there_is_more_are_refused() -> None:
     for size in (0, -1):
         with pytest.raises(ConfigError, match="data_parallel_size"):
             EngineArgs(model="demo", data_parallel_size=size)
+
+
+def test_answers_come_in_the_order_of_engines() -> None:
+    async def scene(world: World) -> None:
+        world.client.send(Call(1, "call_workers", ["method", []]))
+        for rank in (1, 0):
+            world.engines[rank].say(Reply(1, Returned([rank])))
+        assert world.events == [Reply(1, Returned([0, 1]))]
+
+    play(scene)
+
+
+def test_what_is_aborted_is_in_no_calls_way() -> None:
+    """An engine has ended it by the time that it hears of the call."""
+
+    async def scene(world: World) -> None:
+        rank = world.add("a")
+        world.client.send(Abort(["a"]))
+        world.client.send(Call(1, "update_weights", ["/a"]))
+        assert [engine.sent[-1] for engine in world.engines] == [Call(1, "update_weights", ["/a"])] * 2
+        world.engines[rank].news("a", "abort")
+        for engine in world.engines:
+            engine.say(Reply(1, True))
+        assert world.events[-1] == Reply(1, True)
+
+    play(scene)
+
+
+def test_engines_sleep_all_or_none_though_one_pins_a_prefix() -> None:
+    async def scene(world: World) -> None:
+        world.client.send(Call(1, "pin_prefix", ["p", [1, 2], None]))
+        for engine in world.engines:
+            engine.news(engine.ids()[0], "length")
+            engine.say(Reply(1))
+        world.client.restart(1)
+        await world.until_up()
+        world.client.send(Call(2, "sleep", [1]))  # while the new one computes the prefix
+        assert world.events[-1] == Reply(2, False)
+        world.engines[1].say(Dead("it broke"))
+        world.client.send(Call(3, "sleep", [1]))
+        assert world.engines[0].sent[-1] == Call(3, "sleep", [1]), "nobody computes it any more"
+
+    play(scene)
+
+
+def test_an_engine_that_comes_back_answers_what_others_are_asked() -> None:
+    """Or else it had other weights than they, for good."""
+
+    async def scene(world: World) -> None:
+        slow, dies = world.engines
+        world.client.send(Call(1, "update_weights", ["/a"]))
+        dies.say(Dead("it broke"))
+        await world.until_up()
+        assert world.engines[1].sent == [Call(1, "update_weights", ["/a"])]
+        slow.say(Reply(1, True))
+        assert not [event for event in world.events if isinstance(event, Reply)]
+        world.engines[1].say(Reply(1, True))
+        assert world.events[-1] == Reply(1, True)
+
+    play(scene)
