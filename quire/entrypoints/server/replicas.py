@@ -335,7 +335,7 @@ class ReplicasClient:
         call, missing, replies = self._calls[reply.call_id]
         if rank in missing:
             missing.discard(rank)
-            if self._replicas[rank].serves:
+            if self._replicas[rank].serves and (reply.fault is None or reply.fault.kind != "EngineDeadError"):
                 replies[rank] = reply
         if not missing:
             del self._calls[reply.call_id]

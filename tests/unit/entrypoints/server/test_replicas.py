@@ -12,7 +12,7 @@ from quire.engine.async_llm import AsyncLLM, AsyncOptions
 from quire.engine.llm_engine import LLMEngine
 from quire.entrypoints.server import replicas
 from quire.entrypoints.server.replicas import ReplicasClient
-from quire.errors import ConfigError, InvalidRequestError, ModelLoadError, RequestFailedError
+from quire.errors import ConfigError, EngineDeadError, InvalidRequestError, ModelLoadError, RequestFailedError
 from quire.protocol.core import Abort, Add, Call, Command, Dead, Event, Fault, Finish, News, Ready, Refused, Reply
 from quire.protocol.requests import NewRequest, SamplingTask
 from quire.protocol.stats import EngineStats
@@ -452,5 +452,23 @@ def test_an_engine_that_comes_back_answers_what_others_are_asked() -> None:
         assert not [event for event in world.events if isinstance(event, Reply)]
         world.engines[1].say(Reply(1, True))
         assert world.events[-1] == Reply(1, True)
+
+    play(scene)
+
+
+def test_calls_do_without_an_engine_that_says_it_is_dead() -> None:
+    """Where its ranks are no more alike, it answers, and dies then; nobody else's weights are undone for that."""
+
+    async def scene(world: World) -> None:
+        good, broken = world.engines
+        world.client.send(Call(1, "update_weights", ["/a"]))
+        good.say(Reply(1, True))
+        broken.say(Reply(1, fault=Fault.of(EngineDeadError("the workers are no more alike"))))
+        broken.say(Dead("the workers are no more alike"))
+        assert [event for event in world.events if isinstance(event, Reply)] == [Reply(1, True)]
+        assert not any(isinstance(event, Dead) for event in world.events)
+        await world.until_up()
+        assert not good.closed
+        assert [(each.name, each.arguments) for each in world.engines[1].sent] == [("update_weights", ["/a"])]  # type: ignore[union-attr]
 
     play(scene)
