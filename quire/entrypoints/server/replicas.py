@@ -40,6 +40,7 @@ _MOST_HASHED = 512  # blocks of a prompt that are looked at: what is beyond make
 _TOTALS_SECONDS = 0.1  # for which sums are good
 _NO_ANSWER = -1  # id of calls that are nobody's
 _OF_IDLE = ("reset_prefix_cache", "sleep", "update_weights")  # calls that do nothing while requests run
+_TO_BE_ALIKE = -2  # likewise, of those without which an engine would answer otherwise than the others
 
 
 class _Route:
@@ -334,6 +335,8 @@ class ReplicasClient:
             return
         call, missing, replies = self._calls[reply.call_id]
         if rank in missing:
+                if reply.call_id == _TO_BE_ALIKE:
+                    self._take(self._replicas[rank], self._replicas[rank].client, Dead("it can't be as the others are"))
             missing.discard(rank)
             if self._replicas[rank].serves and (reply.fault is None or reply.fault.kind != "EngineDeadError"):
                 replies[rank] = reply
@@ -412,7 +415,7 @@ class ReplicasClient:
         self._router.is_open[replica.rank] = True
         logger.info("engine %d is back", replica.rank)
         for call in [*self._weights, *self._held]:
-            replica.client.send(Call(_NO_ANSWER, call.name, call.arguments))
+            replica.client.send(Call(_TO_BE_ALIKE, call.name, call.arguments))
         if self._limits:
             replica.client.send(Call(_NO_ANSWER, "set_limits", [self._limits]))
         for arguments in self._pins.values():

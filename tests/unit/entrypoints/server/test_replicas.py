@@ -472,3 +472,27 @@ def test_calls_do_without_an_engine_that_says_it_is_dead() -> None:
         assert [(each.name, each.arguments) for each in world.engines[1].sent] == [("update_weights", ["/a"])]  # type: ignore[union-attr]
 
     play(scene)
+
+
+def test_an_engine_that_can_not_be_as_the_others_does_not_serve() -> None:
+    """The files of weights that they were given may be gone."""
+
+    async def scene(world: World) -> None:
+        world.client.send(Call(1, "update_weights", ["/a"]))
+        for engine in world.engines:
+            engine.say(Reply(1, True))
+        world.client.restart(1)
+        await world.until_up()
+        different = world.engines[1]
+        [told] = different.sent
+        world.add("a")
+        assert world.add("b") == 1
+        different.say(Reply(told.call_id, fault=Fault.of(RequestFailedError("it is gone"))))  # type: ignore[union-attr]
+        different.news("b", "stop")
+        assert not [event for event in world.events if isinstance(event, News) and event.outputs], "of other weights"
+        assert world.engines[0].ids() == ["a", "b"]
+        await world.until_up()
+        assert different.closed
+        assert world.client.states()[1].num_restarts == 2
+
+    play(scene)
