@@ -19,6 +19,7 @@ from typing import Any, Literal
 import msgspec
 
 from quire.config.engine_args import EngineArgs, EngineConfig
+from quire.config.scheduler import OPTIONS_OF, POLICY_OPTIONS
 from quire.engine.async_llm import AsyncLLM, AsyncOptions
 from quire.engine.clients.process import ProcessClient
 from quire.engine.monitor import Monitor
@@ -355,7 +356,9 @@ class ReplicasClient:
     def _remember(self, call: Call, answer: Reply) -> None:
         """Keep what an engine that starts again has to be told."""
         if call.name == "set_limits":
-            self._limits |= call.arguments[0]
+            told = self._limits | call.arguments[0]
+            own = OPTIONS_OF.get(told.get("policy", ""), POLICY_OPTIONS)  # another policy has forgotten the others'
+            self._limits = {name: told[name] for name in told if name in own or name not in POLICY_OPTIONS}
         elif call.name == "pin_prefix":
             self._pins[call.arguments[0]] = call.arguments
         elif call.name == "unpin_prefix":

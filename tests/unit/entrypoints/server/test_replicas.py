@@ -3,11 +3,13 @@
 import asyncio
 import time
 from collections.abc import Callable, Coroutine
+from dataclasses import replace
 from typing import Any
 
 import pytest
 
 from quire.config.engine_args import EngineArgs
+from quire.config.scheduler import SchedulerConfig
 from quire.engine.async_llm import AsyncLLM, AsyncOptions
 from quire.engine.llm_engine import LLMEngine
 from quire.entrypoints.server import replicas
@@ -19,6 +21,7 @@ from quire.protocol.stats import EngineStats
 from quire.protocol.step import SequenceOutput
 from quire.protocol.worker import Returned
 from quire.sampling_params import SamplingParams
+from quire.scheduler.live_limits import changed
 
 STATS = EngineStats(1, 0, 0.0, 0, 0, 0, {})
 NO_ROOM = Fault.of(InvalidRequestError("no room", "prompt"))
@@ -494,5 +497,21 @@ def test_an_engine_that_can_not_be_as_the_others_does_not_serve() -> None:
         await world.until_up()
         assert different.closed
         assert world.client.states()[1].num_restarts == 2
+
+    play(scene)
+
+
+def test_limits_of_a_policy_go_with_it() -> None:
+    async def scene(world: World) -> None:
+        fair, plain = {"policy": "fair", "fair_input_weight": 2.0}, {"max_num_seqs": 3, "policy": "fcfs"}
+        for number, changes in enumerate((fair, plain)):
+            world.client.send(Call(number, "set_limits", [changes]))
+            for engine in world.engines:
+                engine.say(Reply(number))
+        world.client.restart(1)
+        await world.until_up()
+        [told] = world.engines[1].sent
+        config = SchedulerConfig(max_model_len=64)
+        assert changed(config, config, told.arguments[0]) == replace(config, max_num_seqs=3)  # type: ignore[union-attr]
 
     play(scene)
