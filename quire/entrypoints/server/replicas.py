@@ -26,7 +26,7 @@ from quire.engine.monitor import Monitor
 from quire.entrypoints.server.info_requests import Engine
 from quire.entrypoints.server.router import Router, RouterOptions
 from quire.entrypoints.server.totals import total_reply, total_stats
-from quire.errors import ConfigError, EngineDeadError, InvalidRequestError, QuireError, RequestFailedError
+from quire.errors import ConfigError, EngineDeadError, InvalidRequestError, RequestFailedError
 from quire.kvcache.prefix import BlockHasher, root_hash
 from quire.protocol.core import Abort, Add, Call, Command, Dead, Event, Fault, Finish, News, Ready, Refused, Reply
 from quire.protocol.requests import NewRequest, SamplingTask
@@ -134,7 +134,10 @@ class ReplicasClient:
     def attach(self, on_event: Callable[[Event], None]) -> None:
         self._loop, self._on_event = asyncio.get_running_loop(), on_event
         for replica in self._replicas:
-            self._join(replica)
+            if replica.starter is None:
+                self._join(replica)
+            elif not replica.starter.is_alive():  # it has come back while no loop ran
+                self._return(replica)
 
     def send(self, command: Command) -> None:
         match command:
@@ -186,6 +189,8 @@ class ReplicasClient:
                 if replica.starter is not None:
                     replica.client.kill()
         for replica in self._replicas:
+            if replica.monitor is not None:
+                replica.monitor.close()
             if replica.starter is not None:
                 replica.starter.join()
         with ThreadPoolExecutor(len(self._replicas) or 1) as threads, contextlib.suppress(RuntimeError):
@@ -403,7 +408,7 @@ class ReplicasClient:
                 with contextlib.suppress(RuntimeError):  # the event loop is closed
                     self._loop.call_soon_threadsafe(self._return, replica)
                 return
-            except (QuireError, OSError) as error:
+            except Exception as error:  # as of ZeroMQ, where no more files can be opened
                 if not self._closed.is_set():
                     logger.error("engine %d does not start: %s", replica.rank, error)
                 replica.client.close()

@@ -1,12 +1,15 @@
 """Who gets what, and what becomes of it when an engine goes: `ReplicasClient` over engines that compute nothing."""
 
 import asyncio
+import errno
+import threading
 import time
 from collections.abc import Callable, Coroutine
 from dataclasses import replace
 from typing import Any
 
 import pytest
+import zmq
 
 from quire.config.engine_args import EngineArgs
 from quire.config.scheduler import SchedulerConfig
@@ -459,24 +462,6 @@ def test_an_engine_that_comes_back_answers_what_others_are_asked() -> None:
     play(scene)
 
 
-def test_calls_do_without_an_engine_that_says_it_is_dead() -> None:
-    """Where its ranks are no more alike, it answers, and dies then; nobody else's weights are undone for that."""
-
-    async def scene(world: World) -> None:
-        good, broken = world.engines
-        world.client.send(Call(1, "update_weights", ["/a"]))
-        good.say(Reply(1, True))
-        broken.say(Reply(1, fault=Fault.of(EngineDeadError("the workers are no more alike"))))
-        broken.say(Dead("the workers are no more alike"))
-        assert [event for event in world.events if isinstance(event, Reply)] == [Reply(1, True)]
-        assert not any(isinstance(event, Dead) for event in world.events)
-        await world.until_up()
-        assert not good.closed
-        assert [(each.name, each.arguments) for each in world.engines[1].sent] == [("update_weights", ["/a"])]  # type: ignore[union-attr]
-
-    play(scene)
-
-
 def test_an_engine_that_can_not_be_as_the_others_does_not_serve() -> None:
     """The files of weights that they were given may be gone."""
 
@@ -501,6 +486,24 @@ def test_an_engine_that_can_not_be_as_the_others_does_not_serve() -> None:
     play(scene)
 
 
+def test_calls_do_without_an_engine_that_says_it_is_dead() -> None:
+    """Where its ranks are no more alike, it answers, and dies then; nobody else's weights are undone for that."""
+
+    async def scene(world: World) -> None:
+        good, broken = world.engines
+        world.client.send(Call(1, "update_weights", ["/a"]))
+        good.say(Reply(1, True))
+        broken.say(Reply(1, fault=Fault.of(EngineDeadError("the workers are no more alike"))))
+        broken.say(Dead("the workers are no more alike"))
+        assert [event for event in world.events if isinstance(event, Reply)] == [Reply(1, True)]
+        assert not any(isinstance(event, Dead) for event in world.events)
+        await world.until_up()
+        assert not good.closed
+        assert [(each.name, each.arguments) for each in world.engines[1].sent] == [("update_weights", ["/a"])]  # type: ignore[union-attr]
+
+    play(scene)
+
+
 def test_limits_of_a_policy_go_with_it() -> None:
     async def scene(world: World) -> None:
         fair, plain = {"policy": "fair", "fair_input_weight": 2.0}, {"max_num_seqs": 3, "policy": "fcfs"}
@@ -515,3 +518,70 @@ def test_limits_of_a_policy_go_with_it() -> None:
         assert changed(config, config, told.arguments[0]) == replace(config, max_num_seqs=3)  # type: ignore[union-attr]
 
     play(scene)
+
+
+def test_an_engine_is_started_again_whatever_its_start_failed_of(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(replicas, "_LONGEST_WAIT", 0.01)
+
+    class Fails(FakeEngine):
+        num_fails = 1
+
+        def __init__(self, *given: Any) -> None:
+            if len(FakeEngine.born) > 1 and Fails.num_fails:
+                Fails.num_fails -= 1
+                raise zmq.ZMQError(errno.EMFILE)
+            super().__init__(*given)
+
+    monkeypatch.setattr(replicas, "ProcessClient", Fails)
+
+    async def scene(world: World) -> None:
+        world.engines[1].say(Dead("it broke"))
+        await world.until_up()
+        assert not Fails.num_fails
+
+    play(scene)
+
+
+def test_nobody_watches_engines_that_were_shut_down() -> None:
+    async def scene(world: World) -> None:
+        world.client.close()
+        await asyncio.sleep(0.01)
+        assert [task for task in asyncio.all_tasks() if task is not asyncio.current_task()] == []
+
+    play(scene)
+
+
+@pytest.mark.parametrize("is_loading", [False, True])
+def test_an_engine_that_comes_back_while_no_loop_runs_serves_in_the_next(
+    is_loading: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each `asyncio.run` has a loop of its own."""
+    loaded = threading.Event()
+
+    class Slow(FakeEngine):
+        def wait_ready(self) -> Ready:
+            assert len(FakeEngine.born) < 3 or loaded.wait(10)
+            return super().wait_ready()
+
+    monkeypatch.setattr(replicas, "ProcessClient", Slow)
+
+    async def first() -> World:
+        world = World()
+        world.engines[1].say(Dead("it broke"))
+        return world
+
+    async def second(world: World) -> None:
+        world.client.attach(world.events.append)
+        assert [state.state for state in world.client.states()] == ["up", "starting" if is_loading else "up"]
+        loaded.set()
+        await world.until_up()
+        assert {world.add("a"), world.add("b")} == {0, 1}
+        world.client.close()
+
+    world = asyncio.run(first())
+    starter = world.client._replicas[1].starter
+    assert starter is not None
+    if not is_loading:
+        loaded.set()
+        starter.join()
+    asyncio.run(second(world))
