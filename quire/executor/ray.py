@@ -23,7 +23,7 @@ from quire import __version__
 from quire.config.engine_args import EngineArgs
 from quire.config.worker import WorkerConfig
 from quire.errors import ConfigError
-from quire.executor.orders import BEAT_SECONDS, NUMBERS, ORDERS, decoded, encoded
+from quire.executor.orders import BEAT_SECONDS, FAULT, NUMBERS, ORDERS, decoded, encoded
 from quire.executor.rank import Rank
 from quire.utils.logs import configure_logging, logger
 
@@ -140,7 +140,10 @@ class Actors:
         answers = self._answers[rank]
         with contextlib.suppress(self._ray.exceptions.RayError):  # there is none yet, or an end, which the watch tells
             while answers:
-                answer = self._ray.get(answers[0], timeout=seconds)
+                try:
+                    answer = self._ray.get(answers[0], timeout=seconds)
+                except self._ray.exceptions.RayTaskError as error:  # what its `Rank` could not catch
+                    return FAULT, encoded((type(error.cause).__name__, str(error.cause)))
                 answers.popleft()
                 if answer is not None:
                     return answer

@@ -1,6 +1,8 @@
 """Ray's workers as far as they need no Ray: where ranks go, and the extra's name where it is missing."""
 
 import sys
+from collections import deque
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -8,7 +10,8 @@ import pytest
 from quire import LLM
 from quire.config.engine_args import EngineArgs
 from quire.errors import ConfigError
-from quire.executor.ray import placed
+from quire.executor.orders import FAULT, decoded
+from quire.executor.ray import Actors, placed
 
 TP, PP, DP = "tensor_parallel_size", "pipeline_parallel_size", "data_parallel_size"
 
@@ -41,3 +44,36 @@ def test_a_missing_ray_is_told_with_its_package(monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setitem(sys.modules, "ray", None)
     with pytest.raises(ConfigError, match="needs Ray: pip install ray"):
         LLM("demo", distributed_executor_backend="ray")
+
+
+class _RayError(Exception): ...
+
+
+class _RayTaskError(_RayError):
+    def __init__(self, cause: Exception) -> None:
+        super().__init__(str(cause))
+        self.cause = cause
+
+
+class _PlayedRay:
+    """Answers that were given, in place of references to them; an exception is raised."""
+
+    exceptions = SimpleNamespace(RayError=_RayError, RayTaskError=_RayTaskError)
+
+    def get(self, answer: Any, timeout: float) -> Any:
+        if isinstance(answer, Exception):
+            raise answer
+        return answer
+
+
+def test_what_fails_around_an_actors_rank_is_its_fault() -> None:
+    """As the place where ranks find each other, which an actor makes before its rank is told anything."""
+    actors = Actors(EngineArgs())
+    actors._ray = _PlayedRay()
+    later = _RayError("no answer yet")
+    actors._answers = [deque([None, (1, b"x")]), deque([later]), deque([_RayTaskError(ImportError("no torch"))])]
+    assert actors.receive(0, 0.0) == (1, b"x")
+    assert actors.receive(0, 0.0) is None
+    assert actors.receive(1, 0.0) is None
+    number, body = actors.receive(2, 0.0) or (-1, b"")
+    assert (number, decoded(body, tuple[str, str])) == (FAULT, ("ImportError", "no torch"))
