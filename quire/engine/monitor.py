@@ -89,8 +89,7 @@ class Monitor:
 
     async def _watch(self) -> None:
         """Declare an engine dead that hangs."""
-        limit = self._step_timeout
-        interval = min(1.0, limit / 4)
+        limit, interval = self._step_timeout, min(1.0, self._step_timeout / 4)
         while True:
             start = time.monotonic()
             await asyncio.sleep(interval)

@@ -157,10 +157,9 @@ class RemoteExecutor(Executor):
             time.sleep(_LOOK_SECONDS)  # the watch finds who has really ended
         self._kill()
         self._fault = aborted and self._fault or told
-        known = getattr(errors, kind, None)
         if kind == "MemoryError" and self._name == "initialize_cache":
             raise MemoryError(text)
-        if known is not None and self._name in ("load", "cache_report", "initialize_cache"):
+        if self._name in ("load", "cache_report", "initialize_cache") and (known := getattr(errors, kind, None)):
             raise known(text)
         raise EngineDeadError(self._fault)
 

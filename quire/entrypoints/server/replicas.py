@@ -40,8 +40,8 @@ _LONGEST_WAIT = 30.0  # seconds before an engine that keeps dying is tried again
 _MOST_HASHED = 512  # blocks of a prompt that are looked at: what is beyond makes no difference
 _TOTALS_SECONDS = 0.1  # for which sums are good
 _NO_ANSWER = -1  # id of calls that are nobody's
-_OF_IDLE = ("reset_prefix_cache", "sleep", "update_weights")  # calls that do nothing while requests run
 _TO_BE_ALIKE = -2  # likewise, of those without which an engine would answer otherwise than the others
+_OF_IDLE = ("reset_prefix_cache", "sleep", "update_weights")  # calls that do nothing while requests run
 
 
 class _Route:
@@ -50,11 +50,10 @@ class _Route:
     __slots__ = ("aborted", "left", "moved", "rank", "request", "request_id")
 
     def __init__(self, request: NewRequest) -> None:
-        num_sequences = request.task.num_sequences
         self.request_id = request.request_id
         self.request: NewRequest | None = request  # until something of it has come
         self.rank: int | None = None  # None: it waits for an engine
-        self.left = set(range(num_sequences))  # sequences that go on
+        self.left = set(range(request.task.num_sequences))  # sequences that go on
         self.moved = self.aborted = False
 
 
@@ -68,8 +67,8 @@ class _Replica:
         self.starter: threading.Thread | None = None
         self.born, self.wait = time.monotonic(), 0.0
         self.num_restarts = 0
-
         self.pinning: dict[str, Call] = {}  # prompts that it computes to pin them then
+
     @property
     def serves(self) -> bool:
         return self.state != "starting"
@@ -176,9 +175,8 @@ class ReplicasClient:
         """
         up = [replica.rank for replica in self._replicas if replica.state == "up"]
         if rank not in up or len(up) == 1:
-            raise InvalidRequestError(
-                f"engine {rank} can't restart: it and another have to be up, and {up} are.", "rank"
-            )
+            why = f"engine {rank} can't restart: it and another have to be up, and {up} are."
+            raise InvalidRequestError(why, "rank")
         logger.info("engine %d finishes its requests (%d), and starts anew then", rank, self._router.loads[rank])
         self._drain(self._replicas[rank])
 
@@ -189,10 +187,10 @@ class ReplicasClient:
                 if replica.starter is not None:
                     replica.client.kill()
         for replica in self._replicas:
-            if replica.monitor is not None:
-                replica.monitor.close()
             if replica.starter is not None:
                 replica.starter.join()
+            if replica.monitor is not None:
+                replica.monitor.close()
         with ThreadPoolExecutor(len(self._replicas) or 1) as threads, contextlib.suppress(RuntimeError):
             list(threads.map(lambda replica: replica.client.close(), self._replicas))
         for replica in self._replicas:  # no new threads are to be had at the interpreter's end
@@ -283,8 +281,7 @@ class ReplicasClient:
         routes = [route for route in self._routes.values() if route.rank == replica.rank]
         self._router.loads[replica.rank] = 0
         if not any(other.serves for other in self._replicas):
-            self._on_event(Dead(f"{error} No other engine is up"))
-            return
+            return self._on_event(Dead(f"{error} No other engine is up"))
         for route in routes:
             if route.request is None or route.moved:
                 del self._routes[route.request_id]
@@ -304,11 +301,11 @@ class ReplicasClient:
         self._router.forget(replica.rank)
         if replica.monitor is not None:
             replica.monitor.close()
+        replica.pinning.clear()
         for call_id in list(self._calls):
             self._collect(replica.rank, Reply(call_id, fault=Fault.of(RequestFailedError(reason))))
         now, idle = time.monotonic(), EngineStats()
         self._on_event(self._with_totals(replica.rank, News([], [], now, now, idle)))
-        replica.pinning.clear()
 
     # Calls, which go to all.
 
@@ -338,11 +335,11 @@ class ReplicasClient:
         if reply.call_id not in self._calls:
             if reply.fault is not None:
                 logger.warning("engine %d: %s", rank, reply.fault.message)
+                if reply.call_id == _TO_BE_ALIKE:
+                    self._take(self._replicas[rank], self._replicas[rank].client, Dead("it can't be as the others are"))
             return
         call, missing, replies = self._calls[reply.call_id]
         if rank in missing:
-                if reply.call_id == _TO_BE_ALIKE:
-                    self._take(self._replicas[rank], self._replicas[rank].client, Dead("it can't be as the others are"))
             missing.discard(rank)
             if self._replicas[rank].serves and (reply.fault is None or reply.fault.kind != "EngineDeadError"):
                 replies[rank] = reply
@@ -426,6 +423,9 @@ class ReplicasClient:
             replica.client.send(Call(_TO_BE_ALIKE, call.name, call.arguments))
         if self._limits:
             replica.client.send(Call(_NO_ANSWER, "set_limits", [self._limits]))
+        for call, missing, _ in self._calls.values():  # which the others are answering
+            missing.add(replica.rank)
+            self._ask(replica, call)
         for arguments in self._pins.values():
             self._ask(replica, Call(_NO_ANSWER, "pin_prefix", arguments))
         for route in [route for route in self._routes.values() if route.rank is None]:
@@ -433,9 +433,6 @@ class ReplicasClient:
 
 
 def _still_to_tell(calls: list[Call], last: Call) -> list[Call]:
-        for call, missing, _ in self._calls.values():  # which the others are answering
-            missing.add(replica.rank)
-            self._ask(replica, call)
     """What a new engine has to be told of weights, in order, to be as the others are."""
     updates = [call for call in calls if call.name == "update_weights"]
     if last.name == "sleep":  # at level 2, other weights are forgotten

@@ -63,15 +63,12 @@ class Router:
         candidates = [replica for replica, is_open in enumerate(self.is_open) if is_open]
         if not candidates:
             return None
-        num_found = [0] * len(self.loads)
-        if self._options.policy == "round_robin":
-            loads = num_found
-        else:
-            loads = self.loads
-            bound = self._bound(candidates)
+        num_found = loads = [0] * len(self.loads)
+        if self._options.policy != "round_robin":
+            loads, bound = self.loads, self._bound(candidates)
             candidates = [replica for replica in candidates if loads[replica] < bound]
-            if self.uses_names:
-                num_found = [_num_held(names, held) for held in self._held]
+        if self.uses_names:
+            num_found = [_num_held(names, held) for held in self._held]
         size, turn = len(loads), self._turn
         chosen = min(candidates, key=lambda replica: (-num_found[replica], loads[replica], (replica - turn) % size))
         self._turn = chosen + 1
