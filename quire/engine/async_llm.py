@@ -279,11 +279,13 @@ class AsyncLLM:
         return snapshot
 
     async def reset_prefix_cache(self, reset_running_requests: bool = False, reset_connector: bool = False) -> bool:
-        """Forget all cached prefixes, and pins; False (and nothing done) while requests hold blocks.
+        """Forget cached prefixes, and pins; False (and nothing done) while requests hold blocks.
 
-        vLLM's arguments change nothing: requests keep what they have, and there is no connector.
+        Args:
+            reset_running_requests: vLLM's, of no effect: requests keep what they have.
+            reset_connector: also those on the disk (kv_cache_dir), for as long as the engine lives.
         """
-        return await self._call("reset_prefix_cache")
+        return await self._call("reset_prefix_cache", bool(reset_connector))
 
     async def pin_prefix(
         self, prompt: PromptType, name: str | None = None, add_special_tokens: bool = True

@@ -176,9 +176,12 @@ class EngineCore:
         self._check_alive()
         self._execute(self.executor.check)
 
-    def reset_prefix_cache(self) -> bool:
-        """Forget all cached prefixes, and pins; False (and nothing done) while requests hold blocks."""
-        done = self.scheduler.kv.reset_prefix_cache()
+    def reset_prefix_cache(self, forget_disk: bool = False) -> bool:
+        """Forget all cached prefixes, and pins; False (and nothing done) while requests hold blocks.
+
+        Those on the disk stay, unless `forget_disk`: the same tokens will still make the same blocks.
+        """
+        done = self.scheduler.kv.reset_prefix_cache(keep_disk=not forget_disk)
         self._publish()
         return done
 
@@ -255,7 +258,6 @@ class EngineCore:
         if not self._begin_anew():
             return False
         self.call_workers("update_weights", [path])
-        self.scheduler.kv.reset_prefix_cache()  # names of blocks on the disk stand for others now
         self._asleep.discard("weights")
         if "kv_cache" not in self._asleep:  # the worker that has them is a new one
             self._asleep, self._sleep_state = {"kv_cache"}, SLEEP_STATES[1]
@@ -276,7 +278,14 @@ class EngineCore:
             raise EngineDeadError(f"the workers are no more alike: {faults[0]}")
         if faults:
             raise RequestFailedError(faults[0])
+        if method not in ("sleep", "wake_up"):
+            self.forget_disk()
         return Returned([reply.value for reply in replies])
+
+    def forget_disk(self) -> None:
+        """Workers may have other weights by now, for which names of blocks on the disk stand for others."""
+        if (disk := self.scheduler.kv.disk) is not None:
+            disk.close()
 
     def _begin_anew(self, keep: bool = False) -> bool:
         """Forget what workers know, and prefixes but for the disk's; False (and nothing done) while requests run.

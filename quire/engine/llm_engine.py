@@ -160,11 +160,13 @@ class LLMEngine:
         return len(self._outputs.records)
 
     def reset_prefix_cache(self, reset_running_requests: bool = False, reset_connector: bool = False) -> bool:
-        """Forget all cached prefixes, pinned ones too; False (and nothing done) while requests run.
+        """Forget cached prefixes, pinned ones too; False (and nothing done) while requests run.
 
-        vLLM's arguments change nothing: requests keep what they have, and there is no connector.
+        Args:
+            reset_running_requests: vLLM's, of no effect: requests keep what they have.
+            reset_connector: also those on the disk (kv_cache_dir), for as long as the engine lives.
         """
-        return self.core.call("reset_prefix_cache")
+        return self.core.call("reset_prefix_cache", bool(reset_connector))
 
     def set_limits(self, **changes: Any) -> Limits:
         """Change limits, from the next step on; nothing that runs is ended. Those that hold are part of `stats`.
@@ -184,6 +186,7 @@ class LLMEngine:
         require(callable(function), "func", function, "a function of the model")
         if not isinstance(self.executor, InProcessExecutor):
             raise NotYetSupportedError("apply_model needs a model in this process, and this engine's is elsewhere.")
+        self.core.call("forget_disk")
         return [function(self.executor.worker.model)]
 
     def stats(self) -> EngineStats:

@@ -285,11 +285,13 @@ class LLM:
         ]
 
     def reset_prefix_cache(self, reset_running_requests: bool = False, reset_connector: bool = False) -> bool:
-        """Forget all cached prefixes, pinned ones too; False (and nothing done) while requests run.
+        """Forget cached prefixes, pinned ones too; False (and nothing done) while requests run.
 
-        vLLM's arguments change nothing: between calls of this class no request runs, and there is no connector.
+        Args:
+            reset_running_requests: vLLM's, of no effect: between calls of this class no request runs.
+            reset_connector: also those on the disk (kv_cache_dir), for as long as the engine lives.
         """
-        return self._batches.call("reset_prefix_cache")
+        return self._batches.call("reset_prefix_cache", bool(reset_connector))
 
     def pin_prefix(self, prompt: PromptType, name: str | None = None) -> PinnedPrefix:
         """Compute a prompt and keep its blocks in the KV cache, whatever else comes, until `unpin_prefix`.
@@ -401,6 +403,7 @@ class LLM:
         if not isinstance(executor := self.llm_engine.executor, InProcessExecutor):
             raise NotYetSupportedError("a function needs a worker in this process, and this engine's is elsewhere.")
         with self._batches.turn:
+            self._batches.call("forget_disk")
             return [method(executor.worker, *args, **(kwargs or {}))]
 
     def get_metrics(self) -> Metrics:

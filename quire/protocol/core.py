@@ -18,7 +18,8 @@ from quire.protocol.worker import Returned
 
 # Methods of `quire.engine.core.EngineCore`.
 _Call = Literal["snapshot", "set_limits", "reset_prefix_cache", "pin_prefix", "unpin_prefix", "pinned_prefixes", "hold"]
-CallName = _Call | Literal["check_integrity", "sleep", "wake_up", "is_sleeping", "update_weights", "call_workers"]
+_OfWeights = Literal["sleep", "wake_up", "is_sleeping", "update_weights", "call_workers", "forget_disk"]
+CallName = _Call | _OfWeights | Literal["check_integrity"]
 
 
 class Fault(msgspec.Struct, frozen=True, array_like=True):

@@ -195,6 +195,42 @@ def test_a_reset_closes_the_disk(start: Callable[..., LLMEngine]) -> None:
     assert one.stats().prefix_cache_hits_total == 0
 
 
+def test_a_reset_of_the_engine_keeps_the_disk(start: Callable[..., LLMEngine]) -> None:
+    """The weights are the same, and so are the blocks; as vLLM keeps what its connectors have."""
+    one = start()
+    expected = answer(one, LONG)
+    for times in (1, 2):
+        assert one.reset_prefix_cache()
+        assert answer(one, LONG) == expected
+        assert one.stats().prefix_cache_hits_total == 64 * times
+        assert tiers(one).disk_hits_total == 8 * times
+
+
+TOUCHES: list[Callable[[LLMEngine], Any]] = [
+    lambda one: one.apply_model(lambda model: None),
+    lambda one: one.core.call("call_workers", "reset", []),
+    lambda one: one.reset_prefix_cache(reset_connector=True),
+]
+
+
+@pytest.mark.parametrize("touch", TOUCHES)
+def test_whoever_may_have_changed_weights_closes_the_disk(
+    start: Callable[..., LLMEngine], touch: Callable[[LLMEngine], Any], tmp_path: Path
+) -> None:
+    """Before or after prefixes are forgotten; nor is anything written there any more."""
+    for order in ((touch, LLMEngine.reset_prefix_cache), (LLMEngine.reset_prefix_cache, touch)):
+        one = start()
+        answer(one, LONG)
+        num_hits = one.stats().prefix_cache_hits_total
+        for act in order:
+            act(one)
+        answer(one, LONG)
+        answer(one, LONG[::-1])
+        assert one.stats().prefix_cache_hits_total == num_hits
+        one.executor.stop()
+        assert len([*(tmp_path / "blocks").glob("*/*/*.kv")]) <= 9, "those of the first answer"
+
+
 def test_options_that_contradict_it() -> None:
     with pytest.raises(ConfigError, match="kv_cache_dir needs swap_space"):
         EngineArgs(kv_cache_dir="x", swap_space=0)

@@ -98,7 +98,7 @@ class FakeAsyncLLM:
     async def unpin_prefix(self, name: str) -> bool:
         return name == "system"
 
-    async def reset_prefix_cache(self) -> bool:
+    async def reset_prefix_cache(self, reset_connector: bool = False) -> bool:
         return self.is_idle
 
     async def sleep(self, level: int, mode: str | None = None) -> bool:
