@@ -34,7 +34,16 @@ _UNREAD = {
 _KEPT_ROPE_KEYS = ("rope_theta", "partial_rotary_factor")  # of rope_parameters, under a rope_scaling
 
 
-def read_config(path: Path, model: str, overrides: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
+class HfConfig(dict[str, Any]):
+    """What config.json says; its keys are attributes as well, as of transformers' configurations."""
+
+    def __getattr__(self, name: str) -> Any:
+        if name not in self:
+            raise AttributeError(f"config.json has no {name!r}.", name=name, obj=self)
+        return self[name]
+
+
+def read_config(path: Path, model: str, overrides: dict[str, Any]) -> tuple[HfConfig, dict[str, Any]]:
     """What the files of a model say: config.json with the overrides in it, and generation_config.json, {} without.
 
     Of a multi-modal model's the text part; with the quantization of its weights, checked, under "quantization_config".
@@ -56,7 +65,7 @@ def read_config(path: Path, model: str, overrides: dict[str, Any]) -> tuple[dict
         logger.debug("auto_map in config.json of %s is ignored: code from a checkpoint is never run", model)
     if (quantization := read_quantization(config, path, model, read_json)) is not None:
         config["quantization_config"] = quantization
-    return config, generation
+    return HfConfig(config), generation  # worker processes have a plain one
 
 
 def read_generation(source: str) -> dict[str, Any]:

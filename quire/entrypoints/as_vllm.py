@@ -128,9 +128,8 @@ def _settings(config: engine_args.EngineConfig, num_blocks: int | None) -> Simpl
     import torch
 
     args, model = config.args, config.model
-    read = SimpleNamespace(**model.hf_config)
     sizes = {"get_vocab_size": lambda: model.vocab_size, "get_hidden_size": lambda: model.hidden_size}
-    facts = {"hf_config": read, "hf_text_config": read, "dtype": getattr(torch, model.dtype)}
+    facts = {"hf_text_config": model.hf_config, "dtype": getattr(torch, model.dtype)}
     return SimpleNamespace(
         model_config=_with(model, tokenizer=args.tokenizer or args.model, **sizes, **facts),
         cache_config=_with(args, num_gpu_blocks=num_blocks, num_cpu_blocks=0, cache_dtype=args.kv_cache_dtype),

@@ -1,6 +1,8 @@
 """What scripts written for vLLM do with options, settings and metrics."""
 
-from typing import Any
+import copy
+import pickle
+from typing import Any, cast
 
 import pytest
 import torch
@@ -153,6 +155,10 @@ def test_settings(llm: LLM) -> None:
     assert model.get_vocab_size() == model.vocab_size == model.hf_config.vocab_size
     assert model.get_hidden_size() == model.hf_config.hidden_size
     assert model.hf_config.model_type == "llama"
+    for read in (model.hf_config, cast(Any, llm.model_config.hf_config), model.hf_text_config):
+        assert read["vocab_size"] == read.vocab_size == read.get("vocab_size") == 4096
+        assert not hasattr(read, "nonsense")
+    assert copy.deepcopy(model.hf_config) == pickle.loads(pickle.dumps(model.hf_config)) == dict(model.hf_config)
     assert (cache.block_size, cache.num_gpu_blocks, engine.cache_config.cache_dtype) == (32, 64, "auto")
     assert (engine.parallel_config.tensor_parallel_size, engine.parallel_config.world_size) == (1, 1)
     assert engine.scheduler_config.max_num_seqs == 256
@@ -207,6 +213,8 @@ async def _refusals(engine: AsyncLLM) -> None:
         assert await engine.get_tokenizer() is engine.tokenizer is not None
         assert (await engine.get_model_config()).get_vocab_size() == engine.config.model.vocab_size
         assert await engine.get_vllm_config() is settings
+        read: Any = engine.model_config.hf_config
+        assert read["vocab_size"] == read.vocab_size == 4096
     finally:
         engine.shutdown()
 

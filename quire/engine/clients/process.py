@@ -124,9 +124,8 @@ class ProcessClient:
 
     def seconds_stuck(self) -> float:
         silence = time.monotonic() - self._last_beat
-        if silence > SILENCE_SECONDS:
-            return math.inf
-        return max(0.0, self._in_step + silence - BEAT_SECONDS)  # at least: the next beat is not due before that
+        # At least so long, as the next beat is not due before that.
+        return math.inf if silence > SILENCE_SECONDS else max(0.0, self._in_step + silence - BEAT_SECONDS)
 
     def kill(self) -> None:
         """End the child at once; `close` is still to be called."""
