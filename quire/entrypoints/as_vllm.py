@@ -10,6 +10,7 @@ from argparse import Namespace
 from dataclasses import fields
 from enum import Enum
 from functools import cached_property, wraps
+from inspect import signature
 from types import SimpleNamespace
 from typing import Any
 
@@ -20,7 +21,10 @@ from quire.engine import async_llm, llm_engine
 from quire.entrypoints import not_yet
 from quire.entrypoints.cli.flags import add_option_flags
 from quire.entrypoints.vllm_names import lacking
+from quire.errors import EngineDeadError
 from quire.protocol.stats import EngineStats
+from quire.utils.answers import take_anyway
+from quire.utils.keywords import PARAMETERS
 
 # Of requests, and of engines: nobody is told who uses one, which runs at once, and where it was asked to.
 _UNUSED = ("prompt_text", "trace_headers", "session_id", "reasoning_ended", "reasoning_parser_kwargs", "usage_context")
@@ -62,13 +66,17 @@ def _setting(engine: Any, name: str) -> Any:
     raise lacking(engine, name)
 
 
-def _as_vllms(method: Any) -> Any:
+def as_vllms(method: Any) -> Any:
     """A method that takes what vLLM's has besides: it has no effect, or is refused with what to do instead."""
     if hasattr(method, "__self__"):  # the class's
-        return classmethod(_as_vllms(method.__func__))
+        return classmethod(as_vllms(method.__func__))
+    own = signature(method).parameters
+
+    def is_taken(name: str, value: Any) -> bool:
+        return name in _UNUSED or not_yet.take_anyway(name, value) or take_anyway(PARAMETERS, name, value)
 
     def call(*args: Any, **options: Any) -> Any:
-        known = {name: v for name, v in options.items() if name not in _UNUSED and not not_yet.take_anyway(name, v)}
+        known = {name: v for name, v in options.items() if name in own or not is_taken(name, v)}
         return method(*args, **known)
 
     return wraps(method)(call)
@@ -91,14 +99,20 @@ class LLMEngine(llm_engine.LLMEngine):
         """The model's tokenizer."""
         return self.tokenizer
 
-    from_engine_args = _as_vllms(llm_engine.LLMEngine.from_engine_args)
+    def reset_mm_cache(self) -> None:
+        """Nothing: a prompt is text or token ids."""
+
+    from_engine_args = as_vllms(llm_engine.LLMEngine.from_engine_args)
     from_vllm_config = classmethod(_of_settings)
-    add_request = _as_vllms(llm_engine.LLMEngine.add_request)
+    add_request = as_vllms(llm_engine.LLMEngine.add_request)
     __getattr__ = _setting
 
 
 class AsyncLLM(async_llm.AsyncLLM):
     """The engine, with the same settings to read."""
+
+    is_running, is_stopped = property(lambda self: not self.errored), property(lambda self: self.errored)
+    dead_error = property(lambda self: self._monitor.dead or EngineDeadError("the engine is dead."))
 
     @cached_property
     def vllm_config(self) -> SimpleNamespace:
@@ -117,10 +131,13 @@ class AsyncLLM(async_llm.AsyncLLM):
         """The model's settings, as of `vllm_config`."""
         return self.vllm_config.model_config
 
-    from_engine_args = _as_vllms(async_llm.AsyncLLM.from_engine_args)
+    async def reset_mm_cache(self) -> None:
+        """Nothing: a prompt is text or token ids."""
+
+    from_engine_args = as_vllms(async_llm.AsyncLLM.from_engine_args)
     from_vllm_config = classmethod(_of_settings)
-    generate = _as_vllms(async_llm.AsyncLLM.generate)
-    encode = _as_vllms(async_llm.AsyncLLM.encode)
+    generate = as_vllms(async_llm.AsyncLLM.generate)
+    encode = as_vllms(async_llm.AsyncLLM.encode)
     __getattr__ = _setting
 
 

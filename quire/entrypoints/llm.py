@@ -15,7 +15,7 @@ from safetensors.torch import save_file
 from torch import Tensor, tensor
 
 from quire.config.model import ModelConfig
-from quire.entrypoints.as_vllm import LLMEngine, Metrics
+from quire.entrypoints.as_vllm import LLMEngine, Metrics, as_vllms
 from quire.entrypoints.batches import Batches, of_prompt
 from quire.entrypoints.not_yet import engine_args
 from quire.entrypoints.vllm_names import lacking
@@ -293,6 +293,9 @@ class LLM:
         """
         return self._batches.call("reset_prefix_cache", bool(reset_connector))
 
+    def reset_mm_cache(self) -> None:
+        """Nothing: a prompt is text or token ids."""
+
     def pin_prefix(self, prompt: PromptType, name: str | None = None) -> PinnedPrefix:
         """Compute a prompt and keep its blocks in the KV cache, whatever else comes, until `unpin_prefix`.
 
@@ -440,6 +443,10 @@ class LLM:
         others = _one_each(virtual, num_prompts, "prompt_adapter_requests", "prompt_adapter_request")
         adapters = [self.llm_engine.find_adapter(*both) for both in zip(each, others, strict=True)]
         return [Terms(one, client, adapter=adapter) for one, adapter in zip(priorities, adapters, strict=True)]
+
+
+for _name in ("generate", "chat", "beam_search", "embed", "encode"):  # here, for type checkers to see their arguments
+    setattr(LLM, _name, as_vllms(getattr(LLM, _name)))
 
 
 def _one_each(given: Any, num_prompts: int, what: str, name: str) -> list[Any]:

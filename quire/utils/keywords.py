@@ -12,7 +12,7 @@ from quire.errors import InvalidRequestError
 from quire.utils.answers import take_anyway
 from quire.utils.suggest import unknown_name_message
 
-_PARAMETERS = Path(__file__).with_name("keywords.txt")
+PARAMETERS = Path(__file__).with_name("keywords.txt")
 
 
 class UnknownParameterError(InvalidRequestError, TypeError):
@@ -29,6 +29,6 @@ class NamesUnknownKeywords(type(msgspec.Struct)):
             unknown = [name for name in kwargs if name not in cls.__struct_fields__]
             if not unknown:
                 raise
-        if strange := [name for name in unknown if not take_anyway(_PARAMETERS, name, kwargs[name])]:
+        if strange := [name for name in unknown if not take_anyway(PARAMETERS, name, kwargs[name])]:
             raise UnknownParameterError(unknown_name_message(cls.__name__, strange, cls.__struct_fields__), strange[0])
         return super().__call__(*args, **{name: kwargs[name] for name in kwargs if name not in unknown})

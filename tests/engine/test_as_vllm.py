@@ -1,6 +1,7 @@
 """What scripts written for vLLM do with options, settings and metrics."""
 
 import copy
+import inspect
 import pickle
 from typing import Any, cast
 
@@ -12,7 +13,7 @@ from quire.config import engine_args
 from quire.entrypoints.as_vllm import Counter, Gauge, UsageContext, Vector
 from quire.entrypoints.cli.parser import Parser
 from quire.entrypoints.vllm_names import vllm_names
-from quire.errors import ConfigError, InvalidRequestError, NotYetSupportedError
+from quire.errors import ConfigError, EngineDeadError, InvalidRequestError, NotYetSupportedError
 
 
 @pytest.fixture(scope="module")
@@ -145,6 +146,23 @@ def test_requests_with_what_vllms_have_besides(llm: LLM) -> None:
         llm.llm_engine.add_request("wrong", "Once", None, nonsense=1)
 
 
+def test_arguments_that_vllms_llm_takes_besides(llm: LLM, caplog: pytest.LogCaptureFixture) -> None:
+    params, chat, calls = SamplingParams(max_tokens=1), [{"role": "user", "content": "Hi"}], cast(Any, llm)
+    assert calls.chat(chat, params, use_tqdm=False, mm_processor_kwargs={"size": 1})[0].outputs[0].token_ids
+    assert "mm_processor_kwargs has no effect: prompts are text only" in caplog.text
+    assert calls.generate("Once", params, use_tqdm=False, prompt_token_ids=None, guided_options_request=None)
+    refused = {"prompt_token_ids": [[5, 6]], "guided_options_request": {"regex": "a"}, "truncate_prompt_tokens": 4}
+    for call in (calls.generate, calls.chat, calls.embed, calls.encode, calls.beam_search):
+        for name, value in refused.items():
+            with pytest.raises(NotYetSupportedError, match=f"^{name} is not an argument"):
+                call("Once", **{name: value})
+        with pytest.raises(TypeError, match="nonsense"):
+            call("Once", nonsense=1)
+    assert list(inspect.signature(LLM.generate).parameters)[:3] == ["self", "prompts", "sampling_params"]
+    for owner in (llm, llm.llm_engine):
+        assert owner.reset_mm_cache() is None
+
+
 # ---- settings
 
 
@@ -215,8 +233,12 @@ async def _refusals(engine: AsyncLLM) -> None:
         assert await engine.get_vllm_config() is settings
         read: Any = engine.model_config.hf_config
         assert read["vocab_size"] == read.vocab_size == 4096
+        assert (engine.is_running, engine.is_stopped, engine.errored) == (True, False, False)
+        assert await engine.reset_mm_cache() is None
     finally:
         engine.shutdown()
+    assert (engine.is_running, engine.is_stopped, engine.errored) == (False, True, True)
+    assert isinstance(engine.dead_error, EngineDeadError)
 
 
 @pytest.mark.slow

@@ -421,10 +421,11 @@ NEUTRAL = {
 }
 
 
-def test_vllms_parameters_that_ask_for_nothing() -> None:
+def test_vllms_parameters_that_ask_for_nothing(caplog: pytest.LogCaptureFixture) -> None:
     assert SamplingParams(top_p=0.5, **NEUTRAL) == SamplingParams(top_p=0.5)
     assert SamplingParams(skip_clone=True, prompt_logprob_start=0) == SamplingParams()
-    assert SamplingParams(flat_logprobs=True, stream_interval=4) == SamplingParams(), "with a warning of the latter"
+    assert SamplingParams(flat_logprobs=True, stream_interval=4) == SamplingParams(), "with a warning of each"
+    assert "flat_logprobs has no effect: logprobs are a list" in caplog.text
     assert BeamSearchParams(2, 3, watermarking=None) == BeamSearchParams(2, 3)
     assert PoolingParams(step_tag_id=None, extra_kwargs=None, requires_token_ids=False) == PoolingParams()
 
