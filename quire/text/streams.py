@@ -326,6 +326,11 @@ class StreamFactory:
             text.append(new) if new else None
         return "".join(text)
 
+    def bytes_of(self, token_id: int) -> list[int] | None:
+        """A token's own bytes, which need be no whole characters; None where the decoder does not say."""
+        value = self._tables[False][token_id]
+        return None if value is None else [value] if isinstance(value, int) else list(_bytes_of(value))
+
     def _piece_of(self, token: str | None) -> _Piece:
         if token is None or self._pieces is None:
             return None

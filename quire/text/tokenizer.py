@@ -53,6 +53,7 @@ class Tokenizer:
         truncation_side: which of a text's tokens go where it is cut, by default: "right" or "left".
         vocab_size: tokens of the base vocabulary; `len(tokenizer)` counts the added ones too.
         model_max_length: the tokenizer's own idea of the context length, if it has one.
+        bytes_of: see `StreamFactory`.
     """
 
     def __init__(self, backend: Backend, config: TokenizerConfig, name_or_path: str) -> None:
@@ -68,6 +69,7 @@ class Tokenizer:
         # Made for WordPiece, and harmful to BPE, which keeps its own spaces.
         self._clean_up = bool(config.settings.get("clean_up_tokenization_spaces")) and backend.model_type != "BPE"
         self._streams = StreamFactory(backend, self._clean_up)
+        self.bytes_of = self._streams.bytes_of
         self._renderer = Renderer()
         self._texts: dict[bool, dict[int, str]] = {True: {}, False: {}}  # of single tokens; True: no special ones
         self.truncation_side: str = config.settings.get("truncation_side", "right")

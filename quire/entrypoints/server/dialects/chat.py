@@ -27,6 +27,7 @@ from quire.entrypoints.server.turn import Delta, Rules, Turn
 from quire.entrypoints.server.unknown_fields import ignore
 from quire.errors import InvalidRequestError
 from quire.outputs import Logprob, RequestOutput
+from quire.text.tokenizer import Tokenizer
 
 # Variables of some templates, and the value that asks a template without them for nothing.
 _VARIABLES = {"reasoning_effort": "none", "verbosity": "medium"}
@@ -72,6 +73,7 @@ async def read_chat(
     head = (f"chatcmpl-{request_id}", int(time.time()), model)
     role = args.response_role if _opens_turn(body) else body.messages[-1].role
     writer = ChatWriter(body, head, turn, role, body.shows_token_ids(args.return_tokens_as_token_ids))
+    writer.tokenizer = state.llm.tokenizer
     names = names_of(body) | parsing.names
     return TurnRequest(request_id, [prompt], params, terms_of(body, state.llm), adapter, names), writer
 
@@ -126,6 +128,7 @@ class ChatWriter:
     """Writes one request's answer. See `Writer`."""
 
     opens_large = False
+    tokenizer: Tokenizer | None = None  # for logprobs
 
     def __init__(self, body: ChatCompletionRequest, head: Head, turn: Turn, role: str, as_ids: bool) -> None:
         self.turn = turn
@@ -178,16 +181,20 @@ class ChatWriter:
         """Of the delta's tokens, where they were asked for."""
         if not self._body.logprobs:
             return None
-        return responses.ChatLogprobs(token_logprobs(delta, self._body.top_logprobs or 0, self._as_ids))
+        return responses.ChatLogprobs(token_logprobs(delta, self._body.top_logprobs or 0, self._as_ids, self.tokenizer))
 
 
-def token_logprobs(delta: Delta, num_top: int, as_ids: bool = False) -> list[responses.TokenLogprob]:
+def token_logprobs(
+    delta: Delta, num_top: int, as_ids: bool = False, tokenizer: Tokenizer | None = None
+) -> list[responses.TokenLogprob]:
     """Those of a delta's tokens, with the likeliest in the place of each; -1: all that there are."""
 
     def named(token_id: int, entry: Logprob) -> responses.TopLogprob:
         text = entry.decoded_token
         # A replacement character stands for bytes that are no text by themselves.
         given = None if text is None or "\ufffd" in text else list(text.encode())
+        if given is None and tokenizer is not None:
+            given = tokenizer.bytes_of(token_id)
         return responses.TopLogprob(token_name(token_id, text, as_ids), bounded(entry.logprob), given)
 
     content: list[responses.TokenLogprob] = []
