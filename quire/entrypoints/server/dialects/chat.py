@@ -93,6 +93,9 @@ async def read_chats(state: ServerState, body: ChatBatchRequest, request_id: str
 
 async def _render(state: ServerState, body: ChatCompletionRequest) -> str:
     template, args = template_of(state, body.chat_template, body.tools), state.args
+    for name, told in (("tools", "tools (in the prompt)"), ("documents", "documents")):
+        if getattr(body, name) and name not in template:
+            ignore(body, told)
     return await conversation_text(
         state,
         body.messages,

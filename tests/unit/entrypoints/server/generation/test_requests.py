@@ -279,6 +279,16 @@ def test_what_is_of_no_use_to_the_template_is_ignored_and_noted(
     assert caplog.messages[1:] == [f"a request has {answer.headers['x-quire-warnings']}"]
 
 
+def test_tools_and_documents_that_the_template_does_not_show(client: TestClient) -> None:
+    tools = [{"type": "function", "function": {"name": "look", "parameters": {"type": "object"}}}]
+    given = {"tools": tools, "tool_choice": "required", "documents": [{"title": "a", "text": "b"}]}
+    answer = client.post(CHAT, json=PLAIN[CHAT] | given)
+    told = "unknown fields, which are ignored: 'tools (in the prompt)', 'documents'"
+    assert (answer.status_code, answer.headers["x-quire-warnings"]) == (200, told)
+    shown = {"tools": [], "documents": None}
+    assert "x-quire-warnings" not in client.post(CHAT, json=PLAIN[CHAT] | shown).headers
+
+
 HARMLESS: dict[str, Any] = {
     "suffix": "",
     "use_beam_search": False,
