@@ -86,6 +86,7 @@ def _check_command(parser: argparse.ArgumentParser, arguments: Sequence[str]) ->
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run one command line (`sys.argv` by default) and return its exit code."""
+    _open_standard_streams()
     code, failure = 0, None
     try:
         code = _run(sys.argv[1:] if arguments is None else arguments)
@@ -110,9 +111,10 @@ def _run(arguments: Sequence[str]) -> int:
         return 2
     if arguments[0] == "help":  # of a command, if one is named
         arguments = [*arguments[1:], "--help"]
-    for stream in (sys.stdout, sys.stderr):
+    # What is read is text or refused, in any locale; a model may write what this terminal can't show.
+    for stream, errors in ((sys.stdin, "strict"), (sys.stdout, "replace"), (sys.stderr, "replace")):
         if isinstance(stream, io.TextIOWrapper):
-            stream.reconfigure(errors="replace")  # a model may write what this terminal can't show
+            stream.reconfigure(errors=errors)
     try:
         _check_command(parser, arguments)
         namespace, unknown = parser.parse_known_args(arguments)
@@ -125,6 +127,15 @@ def _run(arguments: Sequence[str]) -> int:
     except KeyboardInterrupt:
         return 130
     return 0
+
+
+def _open_standard_streams() -> None:
+    """Give what was closed to /dev/null, or else a file or a socket would become standard input or output."""
+    for name in ("stdin", "stdout", "stderr"):
+        if getattr(sys, name) is None:
+            stream = open(os.devnull, "r" if name == "stdin" else "w")  # noqa: SIM115  (it has the lowest free number)
+            os.set_inheritable(stream.fileno(), True)
+            setattr(sys, name, stream)
 
 
 def _unwritten(stream: TextIO | None) -> OSError | None:

@@ -12,7 +12,7 @@ from contextlib import closing, contextmanager, nullcontext, suppress
 from pathlib import Path
 from typing import Any
 
-from quire.errors import EngineDeadError, QuireError
+from quire.errors import ConfigError, EngineDeadError, QuireError
 
 _BLOCK = '"""'
 # What could move the cursor or change the terminal: escape sequences are the terminal's business, not a model's.
@@ -54,6 +54,8 @@ class Keyboard:
             except EOFError:
                 print(end="\n" if self.interactive else "")
                 return None
+            except UnicodeDecodeError:
+                raise ConfigError("standard input is not UTF-8 text.") from None
             except KeyboardInterrupt:
                 if not self.interactive:
                     raise

@@ -15,7 +15,6 @@ import resource
 import signal
 import socket
 import ssl
-import sys
 import threading
 import time
 from collections.abc import Callable, Coroutine, Iterator
@@ -74,7 +73,6 @@ def serve(args: ServerArgs, engine_args: EngineArgs, catalog: Catalog | None = N
     for path in args.middleware or ():
         imported(path)  # before the model is
     open_store(args.response_store, args.response_store_max_bytes, args.response_store_seconds)  # likewise
-    _open_standard_streams()
     _configure_logging(args)
     raise_file_limit()
     for risk in args.risks():
@@ -308,15 +306,3 @@ def _configure_logging(args: ServerArgs) -> None:
     web.handlers, web.propagate = logging.getLogger("quire").handlers, False
     # Its warnings are about what clients send: any client could fill the log.
     web.setLevel((args.uvicorn_log_level or ("warning" if args.log_level == "debug" else "error")).upper())
-
-
-def _open_standard_streams() -> None:
-    """Give what was closed to /dev/null, or else a socket would become standard input or output."""
-    for descriptor in range(3):
-        try:
-            os.fstat(descriptor)
-        except OSError:
-            os.set_inheritable(os.open(os.devnull, os.O_RDWR), True)  # open takes the lowest free one
-    for name in ("stdin", "stdout", "stderr"):
-        if getattr(sys, name) is None:
-            setattr(sys, name, open(os.devnull, "r" if name == "stdin" else "w"))  # noqa: SIM115

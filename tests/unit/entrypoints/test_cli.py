@@ -381,3 +381,31 @@ def test_a_log_that_cannot_be_written_is_no_failure() -> None:
         command = [sys.executable, "-c", script]
         done = subprocess.run(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=full, env=environment)
     assert (done.returncode, done.stdout[:5]) == (0, b"quire")
+
+
+@pytest.mark.parametrize(
+    ("command", "shell", "message"),
+    [
+        ("generate", "<&-", "no prompt: give --prompt TEXT or --prompts-file FILE, or pipe a prompt in."),
+        ("complete --url {url}", "<&-", "no prompt: give --quick TEXT, or pipe one in."),
+        (
+            "run-batch -i - -o - --max-num-seqs 0",
+            "<&- >&-",
+            "max_num_seqs must be an integer, from 1 to 100000, got 0.",
+        ),
+        ("generate", "< {bytes}", "standard input is not UTF-8 text."),
+        ("complete --url {url}", "< {bytes}", "standard input is not UTF-8 text."),
+        ("chat --url {url}", "< {bytes}", "standard input is not UTF-8 text."),
+    ],
+)
+@pytest.mark.parametrize("locale", ["C", pytest.param("C.UTF-8", marks=pytest.mark.slow)])
+def test_standard_input_that_is_closed_or_no_text(
+    command: str, shell: str, message: str, locale: str, server: Any, tmp_path: Path
+) -> None:
+    (tmp_path / "bytes").write_bytes(b"\xff\n")
+    places = {"url": server.url, "bytes": tmp_path / "bytes"}
+    line = f"{sys.executable} -m quire {command} {shell}".format_map(places)
+    environment = os.environ | {"LC_ALL": locale}
+    done = subprocess.run(["sh", "-c", line], cwd=ROOT, stderr=subprocess.PIPE, text=True, env=environment)
+    assert (done.returncode, done.stderr) == (2, f"error: {message}\n")
+    assert server.bodies("/v1/completions") == server.bodies("/v1/chat/completions") == []
