@@ -39,9 +39,9 @@ def add_flags(parser: ArgumentParser) -> None:
 
 def run(namespace: Namespace) -> None:
     """Quantize, and say what it cost."""
-    out, method = namespace.out, namespace.method
-    if out.exists() and (not out.is_dir() or any(out.iterdir())):
-        raise ConfigError(f"{out} exists and is not empty: name a new folder, or remove what is there.")
+    out, method = namespace.out.resolve(), namespace.method  # a link's target: a folder takes its place in the end
+    if out.exists() and (not out.is_dir() or any(out.iterdir()) or out.is_mount()):
+        raise ConfigError(f"{out} is not empty, or a disk of its own: name a new folder, or remove what is there.")
     if method != "gptq" and (hasattr(namespace, "bits") or namespace.desc_act):
         raise ConfigError(f"--bits and --desc-act are gptq's; {method} has neither.")
     if method in ("int8", "fp8") and namespace.group_size not in (None, -1):

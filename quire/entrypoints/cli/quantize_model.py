@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 import torch
+from safetensors import SafetensorError
 from torch import Tensor, nn
 from tqdm import tqdm
 
@@ -76,8 +77,8 @@ def quantize_checkpoint(options: Namespace, out: Path) -> str:
         raise ConfigError(f"{partial} is there: remove it, unless another process is writing it.") from None
     except BaseException as error:
         shutil.rmtree(partial, ignore_errors=True)
-        if isinstance(error, OSError):
-            raise ConfigError(f"{out} can't be written: {error.strerror}.") from error
+        if isinstance(error, OSError | SafetensorError):
+            raise ConfigError(f"{out} can't be written: {getattr(error, 'strerror', error)}.") from error
         raise
     before, after = map(math.exp, costs.losses)
     return f"{out}: {human_bytes(writer.num_bytes)} of weights; perplexity {before:.3f} before, {after:.3f} after"

@@ -2,6 +2,7 @@
 
 import json
 import math
+import resource
 import shutil
 from pathlib import Path
 from typing import Any
@@ -338,3 +339,37 @@ def test_weights_that_are_no_numbers_are_refused(
     assert main(["quantize", str(broken), str(tmp_path / "out"), "--method", "int4", *FEW]) == 1
     assert "'model.layers.1.mlp.up_proj.weight' has values that are not finite" in capsys.readouterr().err
     assert [path.name for path in tmp_path.iterdir()] == ["broken"]
+
+
+def test_a_link_to_an_empty_folder_and_the_working_directory(
+    small: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("real", "here"):
+        (tmp_path / name).mkdir()
+    (tmp_path / "link").symlink_to("real")
+    assert main(["quantize", str(small), str(tmp_path / "link"), "--method", "int8", *FEW]) == 0
+    monkeypatch.chdir(tmp_path / "here")
+    assert main(["quantize", str(small), ".", "--method", "int8", *FEW]) == 0
+    assert (tmp_path / "link").is_symlink()
+    for name in ("real", "here"):
+        assert (tmp_path / name / "model.safetensors").is_file()
+
+
+def test_a_mounted_disk_is_refused_before(
+    small: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A folder can't take its place, which would show when all is done."""
+    monkeypatch.setattr(Path, "is_mount", lambda path: path == tmp_path / "out")
+    (tmp_path / "out").mkdir()
+    assert "a disk of its own: name a new folder" in refusal(capsys, small, tmp_path / "out", "--method", "int4")
+
+
+def test_a_disk_that_is_full_in_the_end(small: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (10_000, limits[1]))
+    try:
+        told = refusal(capsys, small, tmp_path / "out", "--method", "int8", *FEW)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    assert f"error: {tmp_path / 'out'} can't be written: Error while serializing: I/O error: File too large" in told
+    assert [*tmp_path.iterdir()] == []
