@@ -78,8 +78,8 @@ def answered_before(source: Iterator[bytes], sink: BinaryIO, name: str) -> list[
     position = 0
     for text in sink:
         try:
-            answer = msgspec.json.decode(text, type=Answer)
-        except msgspec.DecodeError:  # it was being written
+            answer = msgspec.json.decode(text[: text.index(b"\n")], type=Answer)
+        except (msgspec.DecodeError, ValueError):  # it was being written
             break
         line = next((line for line in source if line.strip()), b"")
         if not line or answer.custom_id not in (None, _custom_id(line)):
@@ -205,7 +205,7 @@ class Batch:
     async def answer(self, line: bytes) -> Answer:
         """The answer to a line; EngineDeadError where the engine died."""
         from quire.entrypoints.server.body import decode_object
-        from quire.entrypoints.server.errors import describe, error_body
+        from quire.entrypoints.server.errors import describe_end, error_body
 
         number = uuid.uuid4().hex
         answer = Answer(f"batch_req_{number}")
@@ -221,7 +221,7 @@ class Batch:
         except EngineDeadError:
             raise
         except Exception as error:  # whatever it is, it is this request's alone
-            info = describe(error)
+            info = describe_end(error)
             status, body = info.status, error_body(info)
         answer.response = {"status_code": status, "request_id": number, "body": msgspec.Raw(body)}
         return answer
@@ -275,6 +275,7 @@ def _open_output(name: str) -> Iterator[BinaryIO]:
         with file:
             yield file
     except BaseException:
-        print(f"the answers so far are in {part}; the same command goes on from there.", file=sys.stderr)
+        told = f"the answers so far are in {part}; the same command goes on from there."
+        print(told, file=sys.stderr) if part.stat().st_size else part.unlink()
         raise
     os.replace(part, name)

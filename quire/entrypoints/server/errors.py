@@ -94,10 +94,11 @@ def describe(error: Exception) -> ErrorInfo:
 
 
 def describe_end(error: Exception) -> ErrorInfo:
-    """What is told of a stream that failed; the log has what nobody expected."""
-    if not isinstance(error, errors.QuireError):
-        logger.exception("a stream failed", exc_info=error)
-    return describe(error)
+    """What is told of a stream, or a batch's request, that failed; the log has what nobody expected."""
+    info = describe(error)
+    if info.status == 500 and info.code is None:
+        logger.exception("a request failed", exc_info=error)
+    return info
 
 
 _NOT_FOUND = ("model_not_found", "not_found", "previous_response_not_found")

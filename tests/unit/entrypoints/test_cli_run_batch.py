@@ -176,6 +176,15 @@ def test_the_output_has_its_name_when_it_is_complete(tmp_path: Path, capsys: pyt
     assert [p.name for p in tmp_path.iterdir()] == ["out"]
 
 
+def test_nothing_is_left_where_nothing_was_answered(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "in").write_text("{}\n")
+    flags = ["-i", str(tmp_path / "in"), "-o", str(tmp_path / "out"), "--engine", "thread"]
+    assert main(["run-batch", str(tmp_path / "gone"), *flags]) == 1
+    assert capsys.readouterr().err.endswith("gone' does not exist; check the path.\n")
+    assert "answers so far" not in capsys.readouterr().err
+    assert [path.name for path in tmp_path.iterdir()] == ["in"]
+
+
 def _resume(requests: list[Any], part: bytes) -> tuple[list[bool], bytes, bytes]:
     """What was answered, the requests that are left, and the answers that are kept."""
     source, sink = io.BytesIO("\n\n".join(map(json.dumps, requests)).encode()), io.BytesIO(part)
@@ -198,6 +207,22 @@ def test_a_batch_goes_on_after_the_answers_that_there_are(capsys: pytest.Capture
     assert capsys.readouterr().err == "going on after the 3 answers in out.part.\n"
     assert _resume(requests, b"")[0] == []
     assert capsys.readouterr().err == ""
+
+
+def test_an_answer_without_its_end_of_line_is_asked_for_again() -> None:
+    """A disk may be full after any byte; the next answer would stand in the same line."""
+    kept = _answers(Answer("1", "a", response={"status_code": 200}))
+    done, left, answers = _resume([line("a"), line("b")], kept + _answers(Answer("2", "b"))[:-1])
+    assert (done, answers, json.loads(left)["custom_id"]) == ([True], kept, "b")
+
+
+def test_what_nobody_expected_is_logged(batch: Batch, caplog: pytest.LogCaptureFixture) -> None:
+    """The answer says that the log has it; what is wrong with a request is no one's to log."""
+    answer(batch, line("a", body={"prompt": "x", "model": "refused"}))
+    answer(batch, line("a", body={"prompt": "x", "temperature": 9}))
+    assert caplog.records == []
+    answer(batch, line("a", body={"prompt": "x", "model": "broken"}))
+    assert "ZeroDivisionError" in caplog.text
 
 
 @pytest.mark.parametrize("ids", [["b"], ["a", "b", "c"]])
