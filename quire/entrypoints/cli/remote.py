@@ -4,6 +4,7 @@
 of its own.
 """
 
+import json
 import os
 from argparse import Namespace
 from collections.abc import Generator, Iterator
@@ -62,7 +63,8 @@ class Server:
     def __init__(self, url: str, api_key: str | None = None, model: str | None = None) -> None:
         self._url = url
         self.address = Address.parse(url)
-        key = api_key or os.environ.get("QUIRE_API_KEY") or os.environ.get("OPENAI_API_KEY")
+        # Without the end of a line, which a file of variables may bring.
+        key = (api_key or os.environ.get("QUIRE_API_KEY") or os.environ.get("OPENAI_API_KEY") or "").strip()
         self.headers = {"Content-Type": "application/json"} | ({"Authorization": f"Bearer {key}"} if key else {})
         self.model = model or self.models()[0].id
 
@@ -97,7 +99,8 @@ class Server:
             InvalidRequestError: the server refuses the request.
             RemoteError: it can't be reached, or failed.
         """
-        content = msgspec.json.encode({"model": self.model, **body, "stream": True})
+        # Half a character of a command line is escaped: the server says what is wrong with it.
+        content = json.dumps({"model": self.model, **body, "stream": True}).encode()
         reader = EventReader()
         try:
             with self._answer("POST", self.address.path + path, content) as response:
@@ -119,9 +122,9 @@ class Server:
             connection = kind(self.address.host, self.address.port, timeout=CONNECT_SECONDS)
             connection.connect()
             connection.sock.settimeout(None)  # an answer takes as long as it takes
-        except OSError:
+        except OSError as error:
             remedy = "`quire serve` starts one, `quire chat demo` and `quire generate demo` need none"
-            raise RemoteError(f"no server answers at {self._url}: {remedy}.") from None
+            raise RemoteError(f"no server answers at {self._url} ({error.strerror or error}): {remedy}.") from None
         try:
             connection.request(method, path, body, self.headers)
             if (response := connection.getresponse()).status != 200:

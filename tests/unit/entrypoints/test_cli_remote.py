@@ -1,7 +1,13 @@
 """The client of `quire chat` and `quire complete` against a fake server: addresses, keys, and all that goes wrong."""
 
+import socket
+import ssl
+import subprocess
+import threading
 from argparse import Namespace
 from collections.abc import Callable
+from contextlib import suppress
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -76,6 +82,38 @@ def test_keys(
         monkeypatch.setenv(name, value)
     texts(server, **flags)
     assert {headers.get("authorization") for _, headers, _ in server.requests} == {sent}
+
+
+def test_a_key_from_a_file_of_variables_has_no_end_of_line(server: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("QUIRE_API_KEY", "key\r")
+    texts(server)
+    assert {headers["authorization"] for _, headers, _ in server.requests} == {"Bearer key"}
+
+
+def test_half_a_character_goes_to_the_server_which_refuses_it(server: Any, capsys: pytest.CaptureFixture[str]) -> None:
+    server.answers[COMPLETIONS] = lambda h, body: h.send_json(400, {"error": {"message": ascii(body["prompt"])}})
+    assert main(["complete", "--url", server.url, "-q", "x\udcff"]) == 2
+    assert capsys.readouterr().err == "error: 'x\\udcff'\n"
+
+
+def test_a_certificate_that_is_not_trusted(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    made = [str(tmp_path / "key"), str(tmp_path / "certificate")]
+    command = "openssl req -x509 -newkey rsa:2048 -nodes -subj /CN=localhost -keyout {} -out {}".format(*made)
+    subprocess.run(command.split(), check=True, capture_output=True)
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    context.load_cert_chain(made[1], made[0])
+
+    def refused(listener: socket.socket) -> None:
+        with suppress(OSError), context.wrap_socket(listener.accept()[0], server_side=True):
+            pass
+
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        url = f"https://127.0.0.1:{listener.getsockname()[1]}"
+        thread = threading.Thread(target=refused, args=(listener,))
+        thread.start()
+        assert main(["complete", "--url", url, "-q", "x"]) == 1
+        thread.join(10)
+    assert f"no server answers at {url} ([SSL: CERTIFICATE_VERIFY_FAILED]" in capsys.readouterr().err
 
 
 def answer_with(*events: Any, end: bytes = b"") -> Callable[[Any, Any], None]:
