@@ -421,3 +421,19 @@ def test_ctrl_c_tells_what_is_known_so_far(
     server.answers[COMPLETIONS] = answer
     assert bench("--num-prompts", "9", "--random-input-len", "4", "--max-concurrency", "1", code=130)["completed"] == 2
     assert server.broken.wait(5)
+
+
+def test_ctrl_c_among_the_warmups_ends_it(server: Any, capsys: pytest.CaptureFixture[str]) -> None:
+    tell_vocabulary(server)
+
+    def answer(handler: Any, body: dict[str, Any]) -> None:
+        signal.pthread_kill(threading.main_thread().ident, signal.SIGINT)
+        handler.start_stream()
+        while True:
+            handler.send_event({"choices": []})
+
+    server.answers[COMPLETIONS] = answer
+    flags = ["--num-prompts", "9", "--num-warmups", "2", "--max-concurrency", "1", "--random-input-len", "4"]
+    assert main(["bench", "serve", "--base-url", server.url, *flags]) == 130
+    assert len(server.bodies(COMPLETIONS)) == 1
+    assert "Requests completed" not in capsys.readouterr().out

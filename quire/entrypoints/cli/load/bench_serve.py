@@ -58,8 +58,9 @@ def run(args: LoadArgs) -> None:
     }
     saves, flag = args.save_result or args.append_result, f"--result-{'filename' if args.result_filename else 'dir'}"
     results = OutputFile(args.result_path(facts), flag) if saves else None
-    if warmups := bodies[: args.num_warmups]:
-        asyncio.run(send_all(client, path, warmups, [0.0] * len(warmups), args.max_concurrency))
+    warmups = bodies[: args.num_warmups]
+    if warmups and asyncio.run(send_all(client, path, warmups, [0.0] * len(warmups), args.max_concurrency))[1]:
+        raise KeyboardInterrupt
     start, cpu_start = time.perf_counter(), time.process_time()
     outcomes, interrupted = asyncio.run(send_all(client, path, bodies, arrivals, args.max_concurrency))
     duration = max((outcome.end for outcome in outcomes), default=time.perf_counter()) - start
