@@ -72,7 +72,8 @@ def read_prompts(path: str, flag: str, count: int | None, max_tokens: int) -> li
     if path.endswith(".json"):
         prompts = _sharegpt(decode_record(text, list[_Conversation], f"{flag} {path}"))
     else:
-        prompts = [(line, max_tokens) for line in text.splitlines() if line.strip()]
+        # Not splitlines: a record may have a U+2028 or the like in it.
+        prompts = [(line, max_tokens) for line in text.split("\n") if line.strip()]
     if not (prompts := prompts[:count]):
         raise ConfigError(f"{flag} {path} holds no prompt.")
     if not path.endswith(".jsonl"):

@@ -54,7 +54,7 @@ def _read_prompts(namespace: Namespace) -> list[str]:
     """The prompts that the flags name; all of standard input as one prompt where they name none."""
     prompts = list(namespace.prompt)
     if namespace.prompts_file is not None:
-        prompts += filter(str.strip, read_text(namespace.prompts_file, "--prompts-file").splitlines())
+        prompts += filter(str.strip, read_text(namespace.prompts_file, "--prompts-file").split("\n"))
     elif not prompts and not sys.stdin.isatty():
         prompts = [text] if (text := read_text("-").removesuffix("\n")) else []
     if not prompts:

@@ -109,3 +109,11 @@ def test_bench_throughput_of_a_dataset(fake_llm: Any, tmp_path: Path, capsys: py
     assert main(["bench", "throughput", "--dataset-path", str(tmp_path / "gone.txt")]) == 2
     assert "--dataset-path" in capsys.readouterr().err
     assert len(fake_llm.made) == 2
+
+
+def test_a_record_may_have_other_ends_of_lines_in_it(fake_llm: Any, tmp_path: Path) -> None:
+    (tmp_path / "d.jsonl").write_text('{"prompt": "a\u2028b\u0085c"}\r\n{"prompt": "d"}\n', encoding="utf-8")
+    assert main(["bench", "throughput", "--dataset-path", str(tmp_path / "d.jsonl")]) == 0
+    (tmp_path / "d.txt").write_text("a\fb\nc\n")
+    assert main(["generate", "--prompts-file", str(tmp_path / "d.txt")]) == 0
+    assert [llm.calls[0][0] for llm in fake_llm.made] == [["a\u2028b\u0085c", "d"], ["a\fb", "c"]]
