@@ -47,7 +47,8 @@ def raise_file_limit() -> None:
 def _bind_port(args: ServerArgs) -> socket.socket:
     host = args.host or "0.0.0.0"
     try:
-        family, *_, address = socket.getaddrinfo(host, args.port, type=socket.SOCK_STREAM)[0]
+        # IPv4 where a name has both, as localhost mostly does: the system's order has IPv6 first.
+        family, *_, address = min(socket.getaddrinfo(host, args.port, type=socket.SOCK_STREAM), key=lambda one: one[0])
     except (OSError, UnicodeError) as error:
         raise ConfigError(f"host {host!r:.80} is not known ({getattr(error, 'strerror', error)}).") from None
     # With the protocol named, or else asyncio leaves Nagle's algorithm on: a stream's events would wait for each other.
@@ -62,7 +63,7 @@ def _bind_port(args: ServerArgs) -> socket.socket:
         listener.bind(address)
     except OSError as error:
         listener.close()
-        reason = f"{error.strerror}. Stop what uses it, or choose another --port."
+        reason = f"{error.strerror}. Stop what uses it, or choose another --port or --host."
         raise QuireError(f"can't listen on {host} port {args.port}: {reason}") from None
     return listener
 

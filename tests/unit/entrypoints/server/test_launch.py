@@ -361,6 +361,14 @@ def test_a_port_taken_while_the_model_is_loaded(make_state: State) -> None:
             asyncio.run(story(listener))
 
 
+def test_a_name_of_both_kinds_is_listened_at_by_ipv4(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As vLLM does: localhost is ::1 first on most systems, and 127.0.0.1 is what scripts ask."""
+    found = [(socket.AF_INET6, 1, 6, "", ("::1", 0, 0, 0)), (socket.AF_INET, 1, 6, "", ("127.0.0.1", 0))]
+    monkeypatch.setattr(socket, "getaddrinfo", lambda *_, **__: found)
+    with bound_socket(ServerArgs(host="localhost", port=0)) as listener:
+        assert listener.getsockname()[0] == "127.0.0.1"
+
+
 def test_an_unknown_host() -> None:
     with pytest.raises(ConfigError, match="host 'no such host' is not known"):
         bound_socket(ServerArgs(host="no such host")).__enter__()
