@@ -120,7 +120,7 @@ def _why(error: Exception, name: str, revision: str | None, offline: bool) -> st
             why, remedy = "HF_HUB_OFFLINE forbids to download it", "unset HF_HUB_OFFLINE"
         return f"{at} is not, or not wholly, in the local cache, and {why}: {remedy}, or give a directory.{_hint(name)}"
     remedy = "set HF_HOME to a folder of your own" if isinstance(error, PermissionError | RuntimeError) else "try again"
-    return f"{at} can't be downloaded ({type(error).__name__}); {remedy}."
+    return f"{at} can't be downloaded ({getattr(error, 'strerror', None) or type(error).__name__}); {remedy}."
 
 
 def _hint(name: str) -> str:

@@ -23,7 +23,7 @@ import msgspec
 import zmq
 
 from quire.config.engine_args import EngineArgs
-from quire.errors import EngineDeadError
+from quire.errors import ConfigError, EngineDeadError
 from quire.protocol.core import Beat, Command, Dead, Event, Failed, Ready, Stop
 from quire.utils.child import how_it_ended, is_stopped, start_child
 from quire.utils.logs import logger
@@ -58,14 +58,19 @@ class ProcessClient:
         """`rank`: the engine's, where there are several."""
         self._process = start_child("quire.entrypoints.engine")
         self.pid = self._process.pid
-        # The child is told of it before it is there: whenever a signal cuts this short, somebody can remove it.
-        self._directory = os.path.join(tempfile.gettempdir(), f"quire-{secrets.token_hex(8)}")
-        _tell(self._process, Birth(args, self._directory, log_level, rank))
-        self._remove = weakref.finalize(self, shutil.rmtree, self._directory, ignore_errors=True)
-        os.mkdir(self._directory, 0o700)
-        context = zmq.Context.instance()  # never ended: that may hang for ever where a child was killed as it sent
-        self._commands = _socket(context, zmq.PUSH, self._directory, "commands", binds=True)
-        self._events = _socket(context, zmq.PULL, self._directory, "events", binds=True)
+        try:
+            # The child is told of it before it is there: whenever a signal cuts this short, somebody can remove it.
+            self._directory = os.path.join(tempfile.gettempdir(), f"quire-{secrets.token_hex(8)}")
+            _tell(self._process, Birth(args, self._directory, log_level, rank))
+            self._remove = weakref.finalize(self, shutil.rmtree, self._directory, ignore_errors=True)
+            os.mkdir(self._directory, 0o700)
+            context = zmq.Context.instance()  # never ended: that may hang for ever where a child was killed as it sent
+            self._commands = _socket(context, zmq.PUSH, self._directory, "commands", binds=True)
+            self._events = _socket(context, zmq.PULL, self._directory, "events", binds=True)
+        except (OSError, zmq.ZMQError) as error:
+            self._process.kill()
+            why, remedy = os.strerror(error.errno or 0), "set TMPDIR to one of a short path that can be written to"
+            raise ConfigError(f"no folder of sockets for the engine can be made: {why}; {remedy}.") from None
         self._encode = msgspec.msgpack.Encoder().encode
         self._decode = msgspec.msgpack.Decoder(Event).decode
         self._closing = self._ready = False

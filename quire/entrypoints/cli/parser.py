@@ -93,7 +93,7 @@ class Parser(argparse.ArgumentParser):
             return [flag if value else f"--no-{flag[2:]}"]
         if isinstance(value, list):
             return [flag, *map(str, value)]
-        return [f"{flag}={json.dumps(value) if isinstance(value, dict) else value}"]
+        return [f"{flag}={json.dumps(value, default=str) if isinstance(value, dict) else value}"]
 
     def _as_ours(self, given: list[str]) -> list[str]:
         end = given.index("--") if "--" in given else len(given)

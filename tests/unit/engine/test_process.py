@@ -1,5 +1,6 @@
 """The engine's process: what it still does when it is told to leave, and how long it is let."""
 
+import gc
 import subprocess
 import sys
 import threading
@@ -13,6 +14,7 @@ from quire.config.engine_args import EngineArgs
 from quire.engine.clients import process
 from quire.engine.clients.process import ProcessClient
 from quire.entrypoints.engine import _let_finish
+from quire.errors import ConfigError
 
 # A child whose loop ends when it is told to, and which then writes for so many seconds.
 CHILD = """
@@ -88,3 +90,23 @@ def test_a_thread_that_writes_is_waited_for_but_not_for_ever() -> None:
     go.set()
     _let_finish(30)
     assert done.is_set()
+
+
+@pytest.mark.parametrize(("name", "why"), [("x" * 100, "File name too long"), ("gone", "No such file or directory")])
+def test_sockets_that_can_not_be_made(name: str, why: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The path of a socket has 107 characters at most; and a container's disk may be closed."""
+    if name != "gone":
+        (tmp_path / name).mkdir()
+    monkeypatch.setattr("tempfile.gettempdir", lambda: str(tmp_path / name))
+    children: list[Any] = []
+
+    def start_child(module: str) -> Any:
+        children.append(subprocess.Popen([sys.executable, "-S", "-c", "input(), input()"], stdin=subprocess.PIPE))
+        return children[0]
+
+    monkeypatch.setattr(process, "start_child", start_child)
+    with pytest.raises(ConfigError, match=f"sockets for the engine can be made: {why}; set TMPDIR to one of a short"):
+        ProcessClient(EngineArgs(), "info")
+    assert children[0].wait(10) == -9
+    gc.collect()
+    assert [*tmp_path.glob("x*/*")] == []

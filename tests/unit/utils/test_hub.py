@@ -1,5 +1,6 @@
 """Where a model is found: bundled, local or in a hub cache laid out by hand; nothing here touches the network."""
 
+import errno
 import os
 import sys
 from pathlib import Path
@@ -192,6 +193,16 @@ class Response:
     headers: dict[str, str] = {}
     request = None
     status_code = 403
+
+
+def test_a_full_disk_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*args: Any, **kwargs: Any) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.delenv("HF_HUB_OFFLINE", raising=False)
+    monkeypatch.setattr(hub, "_hub_answers", lambda name, revision: True)
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", fail)
+    assert "can't be downloaded (No space left on device)" in refused("owner/name", "v9")
 
 
 @pytest.mark.parametrize(

@@ -155,9 +155,11 @@ def test_a_file_of_flags(serve_parser: Parser, tmp_path: Path) -> None:
     file.write_text(
         "model: some/model\nport: 9000\ntensor_parallel_size: 2\nenable-prefix-caching: false\napi-key: [a, b]\n"
         "speculative-config:\n  method: ngram\n  num_speculative_tokens: 3\nrevision:\nkeep-alive: -1\nrunner: auto\n"
+        "hf-overrides:\n  released: 2024-01-31\n"
     )
     read = vars(serve_parser.read_file(str(file)))
     assert read | {"run": 0, "parser": 0, "model_argument": 0} == {
+        "hf_overrides": {"released": "2024-01-31"},
         "model": "some/model", "port": 9000, "tensor_parallel_size": 2, "enable_prefix_caching": False,
         "api_key": ["a", "b"], "speculative_config": {"method": "ngram", "num_speculative_tokens": 3},
         "keep_alive": -1.0, "run": 0, "parser": 0, "model_argument": 0,
