@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any, BinaryIO
 import msgspec
 
 from quire.entrypoints.cli.flags import add_engine_flags, add_option_flags, engine_args_from, options_given
+from quire.entrypoints.cli.serve import refuse_swallowed_model
 from quire.entrypoints.server.options import ServerArgs
 from quire.errors import ConfigError, EngineDeadError, InvalidRequestError, QuireError
 
@@ -46,7 +47,8 @@ def add_flags(parser: ArgumentParser) -> None:
 
 def run(namespace: Namespace) -> None:
     """Answer all requests of the file; what is interrupted leaves its answers in FILE.part, and goes on from there."""
-    args, engine_args = ServerArgs(**options_given(namespace, ServerArgs)), engine_args_from(namespace)
+    refuse_swallowed_model(namespace, given := options_given(namespace, ServerArgs))
+    args, engine_args = ServerArgs(**given), engine_args_from(namespace)
     source, num_requests = _open_input(namespace.input_file, args.max_body_bytes)
     with _open_output(namespace.output_file) as sink:
         done = answered_before(source, sink, f"{namespace.output_file}.part") if namespace.output_file != "-" else []

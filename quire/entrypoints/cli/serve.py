@@ -33,7 +33,7 @@ def run(namespace: Namespace) -> None:
         _take_file(namespace)
     given, models = options_given(namespace, ServerArgs), list(namespace.model_argument)
     namespace.model_argument = models[0] if models else None
-    _refuse_swallowed_model(namespace, given)
+    refuse_swallowed_model(namespace, given)
     if "api_key" not in given and (key := os.environ.get("QUIRE_API_KEY") or os.environ.get("VLLM_API_KEY")):
         given["api_key"] = [key]
     if unread := ", ".join(sorted(name for name in os.environ if name.startswith("VLLM_") and name != "VLLM_API_KEY")):
@@ -73,7 +73,7 @@ def _catalog(models: list[str], args: ServerArgs, engine_args: EngineArgs) -> Ca
     return catalog
 
 
-def _refuse_swallowed_model(namespace: Namespace, given: dict[str, Any]) -> None:
+def refuse_swallowed_model(namespace: Namespace, given: dict[str, Any]) -> None:
     """`--api-key KEY /models/llama`: a flag that takes several values took the model for one of them."""
     if namespace.model_argument is not None or hasattr(namespace, "model"):
         return

@@ -241,6 +241,10 @@ def test_answers_to_other_requests_are_left_alone(ids: list[str]) -> None:
         (["-i", "-", "-o", "-", "--max-num-seqs", "0"], "max_num_seqs must be an integer, from 1 to 100000"),
         (["-i", "-", "-o", "-", "--reasoning-parser", "qwen4"], "reasoning_parser 'qwen4' is no parser; did you mean"),
         (["-i", "-", "-o", "-", "--response-role", ""], "response_role must not be empty"),
+        (
+            ["-i", "-", "-o", "-", "--served-model-name", "gpt", "owner/model"],
+            "--served-model-name took 'owner/model', which looks like the model: give the model before",
+        ),
     ],
 )
 def test_what_is_wrong_shows_before_a_model_is_loaded(
