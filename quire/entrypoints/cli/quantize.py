@@ -46,6 +46,8 @@ def run(namespace: Namespace) -> None:
         raise ConfigError(f"--bits and --desc-act are gptq's; {method} has neither.")
     if method in ("int8", "fp8") and namespace.group_size not in (None, -1):
         raise ConfigError(f"--group-size {namespace.group_size}: {method} has one scale for each row; leave it out.")
+    if namespace.group_size is not None and namespace.group_size < 1 and namespace.group_size != -1:
+        raise ConfigError(f"--group-size {namespace.group_size}: give how many columns share a scale, or -1 for rows.")
     if not 0 < namespace.damp < 1:
         raise ConfigError(f"--damp is a part of the diagonal's mean, between 0 and 1; got {namespace.damp}.")
     from quire.entrypoints.cli.quantize_model import quantize_checkpoint  # with torch: --help is quick without

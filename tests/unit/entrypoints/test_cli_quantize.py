@@ -274,6 +274,8 @@ def test_refusals(
     assert "is not empty" in refusal(capsys, small, full / "kept", "--method", "int4")
     assert "48 does not divide the 64 columns" in refusal(capsys, small, out, "--method", "int4", "--group-size", 48)
     assert "leave it out" in refusal(capsys, small, out, "--method", "fp8", "--group-size", 32)
+    for size in (0, -7):
+        assert "-1 for rows" in refusal(capsys, small, out, "--method", "int4", "--group-size", size)
     assert "gptq's" in refusal(capsys, small, out, "--method", "awq", "--bits", 8)
     assert "gptq's" in refusal(capsys, small, out, "--method", "int8", "--desc-act")
     assert "between 0 and 1" in refusal(capsys, small, out, "--method", "gptq", "--damp", 2)
