@@ -15,6 +15,7 @@
 namespace quire::QUIRE_NS {
 
 constexpr int64_t kMostPartials = 8 << 20;  // floats of partial results kept at a time, or one task's
+constexpr float kLog2e = 1.44269504088896341f;  // scores are multiplied by it, so that powers of 2 weigh
 constexpr float kLowest = -3.0e38f;   // running maximum before the first visible key: finite, so never NaN
 
 inline vf load_i8(const int8_t* p, int n) {
@@ -131,7 +132,8 @@ QUIRE_ONE_COPY void score_keys(const float* query, const ChunkKeys<T>& keys, int
     }
 }
 
-// A row's scores become weights, of the keys that it sees; updates its maximum, its total, and to them its sum of values.
+// A row's scores, in units of which 2^x is the weight, as `softcap` is, become weights, of the keys that it sees; updates its maximum, its total, and to them its
+// sum of values.
 QUIRE_ONE_COPY inline void weigh_keys(float* scores, int64_t dim, int64_t first_key, int64_t end_key, float softcap, float& highest,
                                       float& total, float* weighted) {
     for (int64_t i = 0; i < kChunk && softcap > 0; i += kLanes) store(scores + i, capped(load(scores + i), softcap));
@@ -142,7 +144,7 @@ QUIRE_ONE_COPY inline void weigh_keys(float* scores, int64_t dim, int64_t first_
     const float new_highest = hmax(most);
     vf sum = vf{};
     for (int64_t i = 0; i < kChunk; i += kLanes) {
-        const vf p = exp_below_0(load(scores + i) - new_highest);
+        const vf p = exp2_below_0(load(scores + i) - new_highest);
         store(scores + i, p);
         sum += p;
     }
@@ -150,7 +152,7 @@ QUIRE_ONE_COPY inline void weigh_keys(float* scores, int64_t dim, int64_t first_
         total += hsum(sum);
         return;
     }
-    const float decay = exp(splat(highest - new_highest))[0];
+    const float decay = exp2_below_0(splat(highest - new_highest))[0];
     highest = new_highest;
     total = total * decay + hsum(sum);
     for (int64_t d = 0; d < dim; d += kLanes) store(weighted + d, load(weighted + d) * decay);
@@ -196,7 +198,7 @@ void add_values(const float* weights, const T* values, const float* scales, int6
         });
 }
 
-// What a span of keys comes to, for `rows` rows: sums of values weighted by exp(score - highest), and of the weights.
+// What a span of keys comes to, for `rows` rows: sums of values weighted by 2^(score - highest), and of the weights.
 struct Partial {
     float *weighted, *highest, *total;  // [rows * dim], [rows], [rows]; how rows lie is the kernel's business
 
@@ -210,7 +212,7 @@ struct Partial {
     }
 };
 
-// A row's sum of weights once its head's sink has been added; scores are in units of which e^x, or 2^x, is the weight.
+// A row's sum of weights once its head's sink has been added; scores are in units of which 2^x is the weight.
 struct WithSink {
     float keep, total;  // what the row's own sums are to be multiplied with, and the total after that
 
@@ -324,9 +326,10 @@ struct RowKernel {
         const int64_t dim = a.cache_shape.padded_dim(), size = a.cache_shape.block_size, num_rows = range.num_rows();
         float* keys = context.thread_scratch[thread].get<float>(2 * kChunk * dim + num_rows * dim);
         float *values = keys + kChunk * dim, *query = values + kChunk * dim;
+        const float scale = a.scale * kLog2e;
         for (int64_t r = 0; r < num_rows; r++) {
             const T* from = static_cast<const T*>(a.query) + sight.query_offset(range.begin + r, a.query_stride);
-            for_vectors(a.cache_shape.head_dim, [&](int64_t i, int n) { store_n(query + r * dim + i, load_n(from + i, n) * a.scale, n); });
+            for_vectors(a.cache_shape.head_dim, [&](int64_t i, int n) { store_n(query + r * dim + i, load_n(from + i, n) * scale, n); });
             for (int64_t i = a.cache_shape.head_dim; i < dim; i++) query[r * dim + i] = 0;
             for (int64_t i = 0; i < dim; i++) partial.weighted[r * dim + i] = 0;
             partial.highest[r] = kLowest, partial.total[r] = 0;
@@ -392,7 +395,7 @@ struct RowKernel {
         if (common_begin >= common_end) common_begin = common_end = kChunk;
         for (int r = 0; r < kRows; r++) {
             if (begin[r] >= end[r]) continue;
-            weigh_keys(scores + r * kChunk, dim, begin[r], end[r], a.softcap, partial.highest[first + r], partial.total[first + r], weighted + r * dim);
+            weigh_keys(scores + r * kChunk, dim, begin[r], end[r], a.softcap * kLog2e, partial.highest[first + r], partial.total[first + r], weighted + r * dim);
             add(one, r, begin[r], std::min(end[r], common_begin));
         }
         add(std::integral_constant<int, kRows>(), 0, common_begin, common_end);
@@ -401,10 +404,10 @@ struct RowKernel {
     }
 
     void merge(Partial into, Partial from, int64_t num_rows) const {
-        merge_rows(into, from, num_rows, a.cache_shape.padded_dim(), [](vf x) { return exp(x); });
+        merge_rows(into, from, num_rows, a.cache_shape.padded_dim(), [](vf x) { return exp2_below_0(x); });
     }
     void write(RowRange range, Partial partial, int) const {
-        write_rows<T>(a, range, partial, 1.0f, [](vf x) { return exp(x); });
+        write_rows<T>(a, range, partial, kLog2e, [](vf x) { return exp2_below_0(x); });
     }
 };
 

@@ -308,7 +308,7 @@ struct TileKernel {
             const int64_t count = range.end - begin < kTileRows ? range.end - begin : kTileRows;
             vf factor = 1.0f / load(partial.total + t * 16);
             for (int r = 0; a.sinks && r < count; r++) {
-                const WithSink sum(a.sinks, sight.query_head(begin + r), ScoreFactors::kLog2e, partial.highest[t * 16 + r],
+                const WithSink sum(a.sinks, sight.query_head(begin + r), kLog2e, partial.highest[t * 16 + r],
                                    partial.total[t * 16 + r], [](float x) { return _mm512_cvtss_f32(exp2_of(_mm512_set1_ps(x))); });
                 factor[r] = sum.keep / sum.total;
             }

@@ -787,7 +787,7 @@ struct DotKernel {
         merge_rows(into, from, num_rows, a.cache_shape.padded_dim(), [](vf x) { return vf(exp2_of(__m512(x))); });
     }
     void write(RowRange range, Partial partial, int) const {
-        write_rows<bf16>(a, range, partial, ScoreFactors::kLog2e, [](vf x) { return vf(exp2_of(__m512(x))); });
+        write_rows<bf16>(a, range, partial, kLog2e, [](vf x) { return vf(exp2_of(__m512(x))); });
     }
 };
 

@@ -13,12 +13,8 @@ inline __m512 exp2_of(__m512 x, __mmask16 wanted = 0xffff) {
     const __mmask16 counts = _mm512_mask_cmp_ps_mask(wanted, x, _mm512_set1_ps(-100.0f), _CMP_NLT_UQ);
     const __m512 n = _mm512_roundscale_ps(x, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
     const __m512 r = _mm512_sub_ps(x, n);
-    __m512 p = _mm512_set1_ps(1.33990057e-3f);
-    p = _mm512_fmadd_ps(p, r, _mm512_set1_ps(9.6151773e-3f));
-    p = _mm512_fmadd_ps(p, r, _mm512_set1_ps(5.5503331e-2f));
-    p = _mm512_fmadd_ps(p, r, _mm512_set1_ps(2.4022648e-1f));
-    p = _mm512_fmadd_ps(p, r, _mm512_set1_ps(6.9314720e-1f));
-    p = _mm512_fmadd_ps(p, r, _mm512_set1_ps(1.0f));
+    __m512 p = _mm512_set1_ps(kPowerOf2[0]);
+    for (int i = 1; i < 6; i++) p = _mm512_fmadd_ps(p, r, _mm512_set1_ps(kPowerOf2[i]));
     return _mm512_maskz_scalef_ps(counts, p, n);
 }
 
@@ -29,7 +25,6 @@ struct ScoreFactors {
 
     explicit ScoreFactors(const AttentionArgs& a)
         : outer((a.softcap > 0 ? a.softcap : a.scale) * kLog2e), inner(a.softcap > 0 ? a.scale / a.softcap : 0) {}
-    static constexpr float kLog2e = 1.44269504088896341f;
 };
 
 // One copy: the masked form must round as the other does.
