@@ -376,7 +376,7 @@ template <>
 struct PairedTile<Type::bf16_ints, false> : PairsOfColumns {
     static constexpr int kBytes = weight_format(Type::bf16_ints).tile_bytes, kShared = kMostTiles;
     static constexpr bool kScaled = true, kShifted = false, kReady = true;
-    const uint8_t* tile;
+    const uint8_t* tile = nullptr;  // GCC 12 warns of it in few_rows otherwise
 
     QUIRE_ALWAYS void read(const uint8_t* from, int64_t) { tile = from; }
     QUIRE_ALWAYS vf scale(int part, int) const { return (vf)((signed_bytes(tile + 1024 + kLanes * part) & 255) << 23); }
