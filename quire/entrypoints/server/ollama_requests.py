@@ -92,3 +92,6 @@ class OllamaGenerateRequest(OllamaRequest):
     template: Annotated[None, refuse("templates of requests are not supported; give a raw prompt", "")] = None
     context: Annotated[None, refuse("superseded by /api/chat, which takes the conversation", [])] = None
     images: Annotated[None, _TEXT_ONLY] = None
+
+
+OllamaQuestion = OllamaChatRequest | OllamaGenerateRequest

@@ -51,10 +51,7 @@ async def generate(body: forms.OllamaGenerateRequest, request: Request) -> Respo
     return await _answer(body, request, not body.prompt)
 
 
-_Question = forms.OllamaChatRequest | forms.OllamaGenerateRequest
-
-
-async def _answer(body: _Question, request: Request, asks_nothing: bool) -> Response:
+async def _answer(body: forms.OllamaQuestion, request: Request, asks_nothing: bool) -> Response:
     state = get_state(request)
     if asks_nothing:
         return Response(encode(loaded(body, state.check_model(body.model))), media_type="application/json")

@@ -19,7 +19,7 @@ from quire.entrypoints.server.event_service import Event, events_of, named_event
 from quire.entrypoints.server.response_store import open_store
 from quire.entrypoints.server.responses import encode
 from quire.entrypoints.server.responses_request import ResponsesRequest
-from quire.entrypoints.server.service import TurnRequest
+from quire.entrypoints.server.service import Asked, TurnRequest
 from quire.entrypoints.server.state import ServerState
 from quire.errors import InvalidRequestError, QuireError
 from quire.utils.logs import logger
@@ -106,10 +106,8 @@ class ResponsesService:
             async for part in parts:
                 yield part
 
-    async def read(
-        self, body: ResponsesRequest, request_id: str, client: str | None, prompt_only: bool = False
-    ) -> tuple[TurnRequest, ResponseWriter]:
-        """Check a request, and whatever earlier responses it names; `prompt_only`: as for a chat.
+    async def read(self, body: ResponsesRequest, request_id: str, client: str | None) -> Asked[ResponseWriter]:
+        """Check a request, and whatever earlier responses it names.
 
         Raises:
             InvalidRequestError, OverloadedError: as `Read`.
@@ -125,7 +123,7 @@ class ResponsesService:
                 raise InvalidRequestError(message, "previous_response_id")
             context = previous.input + previous.response["output"]
         find = partial(self._find_item, client, {})
-        return await read_response(self._state, body, request_id, context, find, prompt_only)
+        return await read_response(self._state, body, request_id, context, find)
 
     async def _find_item(self, client: str | None, known: dict[str, _Items], item_id: str) -> dict[str, Any]:
         """An item of an earlier response, whose id the item's tells; `known`: those of responses looked at so far."""
@@ -151,6 +149,8 @@ class ResponsesService:
         await self._store.put(job.writer.id, job.owner, msgspec.msgpack.encode(job.stored()))
 
     async def _start(self, job: _Job) -> None:
+        if job.request.refusal is not None:
+            raise job.request.refusal
         self._state.llm.check_room(1)
         self._jobs[job.writer.id] = job
         try:

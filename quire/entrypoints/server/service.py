@@ -20,6 +20,7 @@ from quire.entrypoints.server.sampling import named
 from quire.entrypoints.server.sse import DONE, event
 from quire.entrypoints.server.state import ServerState
 from quire.entrypoints.server.turn import Delta, Turn
+from quire.errors import InvalidRequestError
 from quire.inputs import PreparedPrompt
 from quire.lora.request import AdapterRequest
 from quire.outputs import RequestOutput
@@ -48,6 +49,7 @@ class TurnRequest:
     terms: Terms
     lora_request: AdapterRequest | None = None
     names: Mapping[str, str] = field(default_factory=dict)  # what the engine's parameters are called in the body
+    refusal: InvalidRequestError | None = None  # why it can't be run, though the prompt may be looked at
 
 
 class Writer(Protocol):
@@ -74,9 +76,10 @@ class Writer(Protocol):
         ...
 
 
+Asked = tuple[TurnRequest, _Writer]
 # Reads a body of one API, its request's id given, and checks everything before anything is queued. It raises
 # InvalidRequestError where the request is refused, and OverloadedError where the engine has no room for it.
-Read = Callable[[ServerState, _Body, str], Awaitable[tuple[TurnRequest, _Writer]]]
+Read = Callable[[ServerState, _Body, str], Awaitable[Asked[_Writer]]]
 
 
 class Outlet(Protocol):
@@ -203,6 +206,8 @@ async def opened(state: ServerState, request: TurnRequest, client: str | None) -
     Raises:
         InvalidRequestError, OverloadedError, RequestFailedError, EngineDeadError: as `AsyncLLM.generate` does.
     """
+    if request.refusal is not None:
+        raise request.refusal
     request_id, prompts = request.request_id, request.prompts
     if state.args.enable_log_requests:
         _log(request, state.args.max_log_len)

@@ -49,6 +49,9 @@ class Rules(Struct, frozen=True):
     cached_tokens: bool = True
 
 
+_NO_RULES = Rules()
+
+
 class _Choice:
     """How far a choice has come."""
 
@@ -67,11 +70,7 @@ class Turn:
     """
 
     def __init__(
-        self,
-        num_prompts: int,
-        num_choices: int,
-        rules: Rules = Rules(),  # noqa: B008  frozen
-        make_parser: Callable[[], Parser] = Parser,
+        self, num_prompts: int, num_choices: int, rules: Rules = _NO_RULES, make_parser: Callable[[], Parser] = Parser
     ) -> None:
         self._choices = [_Choice(make_parser()) for _ in range(num_prompts * num_choices)]
         self._choices_each, self._rules = num_choices, rules

@@ -99,7 +99,7 @@ class Rendered(BaseModel):
 @router.post("/v1/messages/count_tokens", tags=["messages"])
 async def count_tokens(body: ConversationRequest, request: Request) -> TokenCount:
     """The tokens of a conversation's prompt."""
-    turn, _ = await read_message(get_state(request), body, identify(request.scope).decode("latin-1"), prompt_only=True)
+    turn, _ = await read_message(get_state(request), body, identify(request.scope).decode("latin-1"))
     return TokenCount(input_tokens=len(turn.prompts[0].token_ids))
 
 
@@ -115,7 +115,7 @@ async def render_completion(body: CompletionRequest, request: Request) -> Respon
 async def render_chat(body: ChatCompletionRequest, request: Request) -> Response:
     """The prompt of a chat request, with the sampling parameters that it would get."""
     state = get_state(request)
-    turn, _ = await read_chat(state, body, identify(request.scope).decode("latin-1"), prompt_only=True)
+    turn, _ = await read_chat(state, body, identify(request.scope).decode("latin-1"))
     return await _rendered(state, turn, body)
 
 

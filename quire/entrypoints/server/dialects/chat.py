@@ -18,7 +18,7 @@ from quire.entrypoints.server.prompts import conversation_text, template_of
 from quire.entrypoints.server.requests_common import content_text
 from quire.entrypoints.server.responses import CalledFunction, Head, Usage, bounded, bounded_entries, token_name
 from quire.entrypoints.server.sampling import chat_params, check_size, named, prepared_prompt, terms_of
-from quire.entrypoints.server.service import TurnRequest
+from quire.entrypoints.server.service import Asked, TurnRequest
 from quire.entrypoints.server.state import ServerState
 from quire.entrypoints.server.structure import held_to, names_of
 from quire.entrypoints.server.timings import timings_of
@@ -35,19 +35,14 @@ _SWITCH = "enable_thinking"  # what other templates have instead of an effort
 
 
 async def read_chat(
-    state: ServerState,
-    body: ChatCompletionRequest,
-    request_id: str,
-    prompt_only: bool = False,
-    sent_as: Mapping[str, str] | None = None,
-) -> "tuple[TurnRequest, ChatWriter]":
-    """See `Read`.
+    state: ServerState, body: ChatCompletionRequest, request_id: str, sent_as: Mapping[str, str] | None = None
+) -> Asked["ChatWriter"]:
+    """See `Read`. Where only calls could not be understood, that is the `refusal`.
 
     Args:
-        prompt_only: nobody will answer, so it does not matter whether calls could be understood.
         sent_as: what the client calls some fields, for the log.
     """
-    request_id = body.request_id or request_id
+    request_id, refusal = body.request_id or request_id, None
     adapter = state.adapters.get(model := state.admit(body))  # now: it may be unloaded while this is read
     offer = read_offer(body.tools, body.tool_choice, body.parallel_tool_calls)
     params = held_to(chat_params(body, state.llm), state.args.structure)
@@ -56,10 +51,8 @@ async def read_chat(
     try:
         with named(names_of(body)):
             parsing = plan_parsing(state, text, params, offer, body)
-    except NoFormatError:
-        if not prompt_only:
-            raise
-        parsing = Parsing(params)
+    except NoFormatError as error:
+        parsing, refusal = Parsing(params), error
     params = parsing.params
     prompt = await prepared_prompt(state.llm, text, params, body)
     check_size(body, params, [len(prompt.token_ids)], state)
@@ -75,10 +68,10 @@ async def read_chat(
     writer = ChatWriter(body, head, turn, role, body.shows_token_ids(args.return_tokens_as_token_ids))
     writer.tokenizer = state.llm.tokenizer
     names = names_of(body) | parsing.names
-    return TurnRequest(request_id, [prompt], params, terms_of(body, state.llm), adapter, names), writer
+    return TurnRequest(request_id, [prompt], params, terms_of(body, state.llm), adapter, names, refusal), writer
 
 
-async def read_chats(state: ServerState, body: ChatBatchRequest, request_id: str) -> "tuple[TurnRequest, ChatWriter]":
+async def read_chats(state: ServerState, body: ChatBatchRequest, request_id: str) -> Asked["ChatWriter"]:
     """See `Read`. Each conversation has choices of its own, in the order of the conversations."""
     for name in ("echo", "prompt_logprobs"):
         if (value := getattr(body, name)) is not None and value is not False:

@@ -18,7 +18,7 @@ from quire.entrypoints.server.completion_request import CompletionRequest, Other
 from quire.entrypoints.server.dialects.through_chat import validated
 from quire.entrypoints.server.responses import CompletionLogprobs, Head, Usage, bounded, bounded_entries, token_name
 from quire.entrypoints.server.sampling import check_size, completion_params, prepared_prompt, terms_of
-from quire.entrypoints.server.service import TurnRequest
+from quire.entrypoints.server.service import Asked, TurnRequest
 from quire.entrypoints.server.state import ServerState
 from quire.entrypoints.server.structure import held_to, names_of
 from quire.entrypoints.server.timings import timings_of
@@ -31,9 +31,7 @@ from quire.text.tokenizer import Tokenizer
 _LONG = 2000  # tokens; to decode more, or to write the logprobs of more, is for a thread
 
 
-async def read_completion(
-    state: ServerState, body: CompletionRequest, request_id: str
-) -> "tuple[TurnRequest, CompletionWriter]":
+async def read_completion(state: ServerState, body: CompletionRequest, request_id: str) -> Asked["CompletionWriter"]:
     """See `Read`."""
     request_id = body.request_id or request_id
     adapter = state.adapters.get(model := state.admit(body))  # now: it may be unloaded while this is read
@@ -66,7 +64,7 @@ async def read_completion(
 
 async def read_other_completion(
     state: ServerState, fields: dict[str, Any], limit: int | None, request_id: str
-) -> "tuple[TurnRequest, CompletionWriter]":
+) -> Asked["CompletionWriter"]:
     """See `Read`: the completion request of these fields, of another API, and this limit of its output; None: none."""
     body = validated(OtherCompletion, fields | {"max_tokens": -1 if limit is None else limit})
     return await read_completion(state, body, request_id)

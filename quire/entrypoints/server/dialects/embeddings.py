@@ -23,7 +23,7 @@ from quire.entrypoints.server.ollama_requests import OllamaEmbedRequest
 from quire.entrypoints.server.prompts import conversation_text
 from quire.entrypoints.server.requests_common import AnyRequest
 from quire.entrypoints.server.sampling import client_name, named
-from quire.entrypoints.server.service import TurnRequest
+from quire.entrypoints.server.service import Asked, TurnRequest
 from quire.entrypoints.server.state import ServerState
 from quire.entrypoints.server.turn import Delta, Rules, Turn
 from quire.errors import NotYetSupportedError
@@ -31,7 +31,7 @@ from quire.pooling_params import PoolingParams
 from quire.protocol.requests import Terms
 
 _Form = Callable[["EmbeddingWriter"], Any]
-_Asked = tuple[TurnRequest, "EmbeddingWriter"]
+_Asked = Asked["EmbeddingWriter"]
 _TURNS = ("add_generation_prompt", "continue_final_message")  # here off by default
 
 

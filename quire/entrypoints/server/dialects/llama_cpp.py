@@ -16,7 +16,7 @@ from quire.entrypoints.server.event_service import Event, EventWriter
 from quire.entrypoints.server.llama_requests import LlamaCompletionRequest, prompts_of
 from quire.entrypoints.server.requests_common import wrong
 from quire.entrypoints.server.responses import bounded
-from quire.entrypoints.server.service import TurnRequest
+from quire.entrypoints.server.service import Asked, TurnRequest
 from quire.entrypoints.server.state import ServerState
 from quire.entrypoints.server.timings import timings_of
 from quire.entrypoints.server.turn import Delta, Turn, text_of
@@ -27,9 +27,7 @@ _NAMES = {"max_tokens": "n_predict", "repetition_penalty": "repeat_penalty", "lo
 _SAME = ("logit_bias", "ignore_eos", "json_schema", "grammar", "stream", "model")
 
 
-async def read_llama(
-    state: ServerState, body: LlamaCompletionRequest, request_id: str
-) -> "tuple[TurnRequest, LlamaWriter]":
+async def read_llama(state: ServerState, body: LlamaCompletionRequest, request_id: str) -> Asked["LlamaWriter"]:
     """See `Read`."""
     state.unknown_fields.note(body)
     fields = body.openai_fields() | {name: getattr(body, name) for name in _SAME}

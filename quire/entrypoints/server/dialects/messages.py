@@ -15,7 +15,7 @@ from quire.entrypoints.server.event_service import Event, EventWriter
 from quire.entrypoints.server.messages_request import ConversationRequest
 from quire.entrypoints.server.parsers.base import ReasoningDelta, TextDelta, ToolCallDelta, ToolCallEnd, ToolCallStart
 from quire.entrypoints.server.parsers.reader import is_object
-from quire.entrypoints.server.service import TurnRequest
+from quire.entrypoints.server.service import Asked
 from quire.entrypoints.server.state import ServerState
 from quire.entrypoints.server.turn import ContentEvent, Turn
 from quire.entrypoints.server.unknown_fields import ignore
@@ -31,26 +31,24 @@ _NAMES = {
 _DELTAS = {"text": ("text_delta", "text"), "thinking": ("thinking_delta", "thinking")}
 
 
-async def read_message(
-    state: ServerState, body: ConversationRequest, request_id: str, prompt_only: bool = False
-) -> "tuple[TurnRequest, MessageWriter]":
-    """See `Read`. `prompt_only`: as for a chat."""
+async def read_message(state: ServerState, body: ConversationRequest, request_id: str) -> Asked["MessageWriter"]:
+    """See `Read`."""
     model = state.admit(body)
     fields = chat_fields(body)
     if fields["continue_final_message"]:
         fields["add_generation_prompt"] = False
 
-    async def read(limit: int | None) -> tuple[TurnRequest, ChatWriter]:
+    async def read(limit: int | None) -> Asked[ChatWriter]:
         given = fields | {"max_completion_tokens": limit}
         try:
-            return await read_through_chat(state, body, request_id, given, _NAMES, prompt_only)
+            return await read_through_chat(state, body, request_id, given, _NAMES)
         except InvalidRequestError as error:
             if error.param != "thinking.budget_tokens":
                 raise
         # No bound that can be held, as where the model has no thoughts: Anthropic's is a target, too.
         ignore(body, "thinking.budget_tokens")
         given["thinking_token_budget"] = None
-        return await read_through_chat(state, body, request_id, given, _NAMES, prompt_only)
+        return await read_through_chat(state, body, request_id, given, _NAMES)
 
     # More than the context has left is no error, but an end of its own kind.
     request, chat = await within_context(read, body.max_tokens, "max_tokens")

@@ -19,7 +19,7 @@ from quire.entrypoints.server.parsers.base import ReasoningDelta, TextDelta, Too
 from quire.entrypoints.server.parsers.reader import is_object
 from quire.entrypoints.server.requests_common import SAME, AnyRequest, GenerationRequest, wrong
 from quire.entrypoints.server.responses import TokenLogprob, encode
-from quire.entrypoints.server.service import TurnRequest
+from quire.entrypoints.server.service import Asked, TurnRequest
 from quire.entrypoints.server.state import ServerState
 from quire.entrypoints.server.timings import timings_of
 from quire.entrypoints.server.turn import ContentEvent, Delta, Turn
@@ -34,9 +34,7 @@ _NAMES = {name: f"options.{name}" for name in SAME} | {
 _EFFORTS = {True: "medium", False: "none"}
 
 
-async def read_ollama(
-    state: ServerState, body: forms.OllamaChatRequest | forms.OllamaGenerateRequest, request_id: str
-) -> "tuple[TurnRequest, OllamaWriter]":
+async def read_ollama(state: ServerState, body: forms.OllamaQuestion, request_id: str) -> Asked["OllamaWriter"]:
     """See `Read`."""
     state.unknown_fields.note(body)
     num_top = (body.top_logprobs or 0) if body.logprobs else None

@@ -20,7 +20,7 @@ from quire.entrypoints.server.parsers.base import ReasoningDelta, TextDelta, Too
 from quire.entrypoints.server.parsers.reader import is_object
 from quire.entrypoints.server.responses import TokenLogprob
 from quire.entrypoints.server.responses_request import ResponsesRequest, flat_name
-from quire.entrypoints.server.service import TurnRequest
+from quire.entrypoints.server.service import Asked
 from quire.entrypoints.server.state import ServerState
 from quire.entrypoints.server.turn import ContentEvent, Delta
 from quire.errors import InvalidRequestError
@@ -55,14 +55,13 @@ Find = Callable[[str], Awaitable[dict[str, Any]]]
 
 
 async def read_response(
-    state: ServerState, body: ResponsesRequest, request_id: str, context: list[Item], find: Find, prompt_only: bool
-) -> "tuple[TurnRequest, ResponseWriter]":
+    state: ServerState, body: ResponsesRequest, request_id: str, context: list[Item], find: Find
+) -> Asked["ResponseWriter"]:
     """Check everything before anything is queued.
 
     Args:
         context: items of the responses before it.
         find: awaits the item of an id that an input refers to.
-        prompt_only: as for a chat.
 
     Raises:
         InvalidRequestError, OverloadedError: as `Read`.
@@ -73,7 +72,7 @@ async def read_response(
     items = context + [
         await find(item["id"]) if item["type"] == "item_reference" else item for item in read_items(body.input, stem)
     ]
-    request, chat = await _read_fitting(state, body, request_id, items, prompt_only)
+    request, chat = await _read_fitting(state, body, request_id, items)
     head = {
         "id": f"resp_{stem}",
         "object": "response",
@@ -92,14 +91,14 @@ async def read_response(
 
 
 async def _read_fitting(
-    state: ServerState, body: ResponsesRequest, request_id: str, items: list[Item], prompt_only: bool
-) -> tuple[TurnRequest, ChatWriter]:
+    state: ServerState, body: ResponsesRequest, request_id: str, items: list[Item]
+) -> Asked[ChatWriter]:
     """Read the items; where they are too long and may be cut, without as few of the oldest as need be."""
     fields = chat_fields(body)
 
-    async def attempt(num_out: int) -> tuple[TurnRequest, ChatWriter]:
+    async def attempt(num_out: int) -> Asked[ChatWriter]:
         given = fields | {"messages": messages_of(without_oldest(items, num_out), body.instructions)}
-        return await read_through_chat(state, body, request_id, given, _NAMES, prompt_only)
+        return await read_through_chat(state, body, request_id, given, _NAMES)
 
     try:
         return await attempt(0)

@@ -16,7 +16,7 @@ from quire.entrypoints.server.chat_request import ChatCompletionRequest
 from quire.entrypoints.server.dialects.chat import ChatWriter, read_chat
 from quire.entrypoints.server.errors import describe
 from quire.entrypoints.server.requests_common import AnyRequest, GenerationRequest
-from quire.entrypoints.server.service import TurnRequest
+from quire.entrypoints.server.service import Asked
 from quire.entrypoints.server.state import ServerState
 from quire.entrypoints.server.unknown_fields import ignore
 from quire.errors import InvalidRequestError
@@ -35,13 +35,8 @@ _Result = TypeVar("_Result")
 
 
 async def read_through_chat(
-    state: ServerState,
-    body: GenerationRequest,
-    request_id: str,
-    fields: dict[str, Any],
-    names: Mapping[str, str],
-    prompt_only: bool = False,
-) -> tuple[TurnRequest, ChatWriter]:
+    state: ServerState, body: GenerationRequest, request_id: str, fields: dict[str, Any], names: Mapping[str, str]
+) -> Asked[ChatWriter]:
     """Read a body as the chat request that has its sampling fields and these.
 
     Args:
@@ -57,7 +52,7 @@ async def read_through_chat(
     given |= {name: value for name, value in fields.items() if value is not None}
     with renamed(names):
         request = validated(ChatCompletionRequest, {"model": body.model, "stream": body.stream, **given})
-        turn, writer = await read_chat(state, request, request_id, prompt_only, names)
+        turn, writer = await read_chat(state, request, request_id, names)
     for name in request.model_extra or ():
         ignore(body, names.get(name, name))
     # What the engine refuses later has the engine's names.
