@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from fastapi import APIRouter
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, Field
 from starlette.exceptions import HTTPException
 from starlette.responses import PlainTextResponse
 
@@ -60,20 +60,16 @@ async def load_modules(state: ServerState) -> None:
             logger.error("%s", error)  # and who asks for it is told, too
 
 
-class LoadRequest(BaseModel):
+class LoadRequest(BaseModel, strict=True):
     """An adapter to be loaded."""
-
-    model_config = ConfigDict(strict=True)
 
     lora_name: str = Field(min_length=1, max_length=200, description="The model's name for requests.")
     lora_path: str = Field(min_length=1, description="Its folder, below --allowed-adapter-dir.")
     load_inplace: bool = Field(False, description="Take the place of an adapter of this name; its requests go on.")
 
 
-class UnloadRequest(BaseModel):
+class UnloadRequest(BaseModel, strict=True):
     """An adapter that requests may name no more."""
-
-    model_config = ConfigDict(strict=True)
 
     lora_name: str = Field(min_length=1)
     lora_int_id: int | None = None

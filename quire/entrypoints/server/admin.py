@@ -7,7 +7,7 @@ pages have it too. What may be changed is for the scheduler to say, and what may
 from typing import Annotated, Any, Literal
 
 from fastapi import APIRouter, Query, Request, Response
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, Field
 from starlette.exceptions import HTTPException
 
 from quire.entrypoints.server.body import JsonRoute
@@ -23,10 +23,8 @@ from quire.protocol.stats import Limits
 router = APIRouter(route_class=JsonRoute)
 
 
-class LimitChanges(BaseModel):
+class LimitChanges(BaseModel, strict=True, extra="allow", allow_inf_nan=False):
     """Limits to change; what is left out stays as it is. Fields that are no limits are refused by name."""
-
-    model_config = ConfigDict(strict=True, extra="allow", allow_inf_nan=False)
 
     max_num_seqs: int | None = Field(None, ge=1, description="Most sequences that run at once.")
     max_num_batched_tokens: int | None = Field(None, ge=1, description="Most tokens of a step.")
@@ -38,10 +36,8 @@ class LimitChanges(BaseModel):
     tpot_target: float | None = Field(None, gt=0)
 
 
-class LimitsAnswer(BaseModel):
+class LimitsAnswer(BaseModel, from_attributes=True):
     """The limits, the policy with its options, and what the limits can be raised to."""
-
-    model_config = ConfigDict(from_attributes=True)
 
     max_num_seqs: int
     max_num_batched_tokens: int
@@ -95,10 +91,8 @@ class Sleep(BaseModel):
     is_sleeping: bool
 
 
-class WeightChange(BaseModel):
+class WeightChange(BaseModel, extra="forbid"):
     """Other weights of the same model."""
-
-    model_config = ConfigDict(extra="forbid")
 
     path: str = Field(min_length=1, description="A checkpoint's directory, on the server.")
 
@@ -170,10 +164,8 @@ async def update_weights(body: WeightChange, state: Changeable) -> Sleep:
 # Prefixes.
 
 
-class PinRequest(BaseModel):
+class PinRequest(BaseModel, extra="forbid", json_schema_extra=EITHER):
     """The beginning of prompts to come: `prompt`, text or token ids, or `messages`."""
-
-    model_config = ConfigDict(extra="forbid", json_schema_extra=EITHER)
 
     prompt: Annotated[str, Field(strict=True)] | Annotated[list[TokenId], Field(fail_fast=True)] = ""
     messages: Messages = []
@@ -181,10 +173,8 @@ class PinRequest(BaseModel):
     name: str | None = Field(None, min_length=1, max_length=200, description="To unpin it by; one is made up if unset.")
 
 
-class Prefix(BaseModel):
+class Prefix(BaseModel, from_attributes=True):
     """A pinned prefix."""
-
-    model_config = ConfigDict(from_attributes=True)
 
     name: str
     num_tokens: int = Field(description="Whole KV blocks of the prompt.")

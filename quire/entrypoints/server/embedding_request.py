@@ -2,7 +2,7 @@
 
 from typing import Annotated, Any, Literal
 
-from pydantic import BeforeValidator, ConfigDict, Field
+from pydantic import BeforeValidator, Field
 
 from quire.entrypoints.server.chat_request import Messages, Templated
 from quire.entrypoints.server.completion_request import MAX_PROMPTS, Prompts
@@ -21,10 +21,8 @@ _Conversations = Annotated[
 ]
 
 
-class EmbeddingRequest(AnyRequest, Templated):
+class EmbeddingRequest(AnyRequest, Templated, json_schema_extra=EITHER_INPUT):
     """One or more texts, lists of token ids, or conversations, each to become a vector."""
-
-    model_config = ConfigDict(json_schema_extra=EITHER_INPUT)
 
     input: Prompts = []
     messages: _Conversations = []

@@ -2,7 +2,7 @@
 
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, StrictBool, StrictStr, model_validator
+from pydantic import BaseModel, Field, StrictBool, StrictStr, model_validator
 from pydantic.config import JsonDict
 
 from quire.entrypoints.server.chat_request import Messages
@@ -26,10 +26,8 @@ def is_chat(body: BaseModel, other: str = "prompt") -> bool:
     return "messages" in given
 
 
-class TokenizeRequest(BaseModel):
+class TokenizeRequest(BaseModel, extra="allow", json_schema_extra=EITHER):
     """A text, or a conversation, to encode: `prompt` or `messages`."""
-
-    model_config = ConfigDict(extra="allow", json_schema_extra=EITHER)
 
     model: StrictStr | None = None
     prompt: StrictStr = Field("", description="llama.cpp's content is the same, without special tokens by default.")
@@ -60,10 +58,8 @@ class TokenizeResponse(BaseModel):
     token_strs: list[str | None] | None = None
 
 
-class DetokenizeRequest(BaseModel):
+class DetokenizeRequest(BaseModel, extra="allow"):
     """Token ids to decode."""
-
-    model_config = {"extra": "allow"}
 
     model: StrictStr | None = None
     tokens: Annotated[list[TokenId], Field(fail_fast=True)]

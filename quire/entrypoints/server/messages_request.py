@@ -5,17 +5,15 @@ What blocks and tools hold is read in `dialects.messages_input`.
 
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import Field
 
-from quire.entrypoints.server.requests_common import MAX_PARTS, MAX_STOPS, GenerationRequest, Objects, Word
+from quire.entrypoints.server.requests_common import MAX_PARTS, MAX_STOPS, Fields, GenerationRequest, Objects, Word
 
 Blocks = Annotated[list[dict[str, Any]], Field(fail_fast=True, max_length=MAX_PARTS)]
 
 
-class MessageParam(BaseModel):
+class MessageParam(Fields, extra="ignore"):
     """A turn of the conversation."""
-
-    model_config = ConfigDict(use_attribute_docstrings=True, strict=True, extra="ignore")
 
     role: Literal["user", "assistant", "system"]
     content: str | Blocks

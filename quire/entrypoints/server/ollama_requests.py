@@ -2,10 +2,10 @@
 
 from typing import Annotated, Any, ClassVar
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import Field
 
 from quire.entrypoints.server.completion_request import MAX_PROMPTS
-from quire.entrypoints.server.requests_common import MAX_PARTS, AnyRequest, LlamaSampling, Objects, refuse
+from quire.entrypoints.server.requests_common import MAX_PARTS, AnyRequest, Fields, LlamaSampling, Objects, refuse
 
 _Texts = Annotated[list[str], Field(fail_fast=True, max_length=MAX_PROMPTS)]
 _TEXT_ONLY = refuse("this model takes text only; leave it out", [])
@@ -57,10 +57,8 @@ class OllamaOldEmbedRequest(OllamaEmbedRequest):
     input: Annotated[str, Field(min_length=1, validation_alias="prompt")]  # type: ignore[assignment]
 
 
-class OllamaMessage(BaseModel):
+class OllamaMessage(Fields, extra="ignore"):
     """A message of a conversation."""
-
-    model_config = ConfigDict(use_attribute_docstrings=True, strict=True, extra="ignore")
 
     role: Annotated[str, Field(min_length=1, max_length=64)]
     content: str | None = None

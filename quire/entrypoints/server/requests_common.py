@@ -8,7 +8,7 @@ engine.
 from collections.abc import Mapping, Sequence
 from typing import Annotated, Any, Literal
 
-from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, PlainValidator, WithJsonSchema
+from pydantic import AfterValidator, BaseModel, BeforeValidator, Field, PlainValidator, WithJsonSchema
 
 from quire.entrypoints.server.errors import quote
 from quire.errors import InvalidRequestError
@@ -127,10 +127,8 @@ def content_text(content: str | Sequence[str | dict[str, Any]] | None) -> str:
 NO_SAMPLER = "this sampler is not there; leave it out"
 
 
-class Fields(BaseModel):
+class Fields(BaseModel, use_attribute_docstrings=True, strict=True, extra="allow", allow_inf_nan=False):
     """Of a body, or of an object in one. A client's further fields are kept, for `unknown_fields` to tell about."""
-
-    model_config = ConfigDict(use_attribute_docstrings=True, strict=True, extra="allow", allow_inf_nan=False)
 
 
 # Of `LlamaSampling`, in OpenAI's names too.
