@@ -20,23 +20,17 @@ from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 import quire
-from quire.entrypoints.server import (
-    adapters,
-    admin,
-    info,
-    live,
-    llama_routes,
-    ollama_routes,
-    pages,
-    response_routes,
-    turn_routes,
-)
+from quire.entrypoints.server import adapters, admin, info, live, pages
 from quire.entrypoints.server.errors import ANTHROPIC, STATUSES, error_response, is_ollama, route_path
 from quire.entrypoints.server.fleet import Fleet, Leases
+from quire.entrypoints.server.llama_routes import router as of_llama
 from quire.entrypoints.server.middleware import PUBLIC_PATHS, ApiKeys, BaseURLs, Frame, RequestLimits
+from quire.entrypoints.server.ollama_routes import router as of_ollama
 from quire.entrypoints.server.prometheus import HttpCounts
+from quire.entrypoints.server.response_routes import router as of_responses
 from quire.entrypoints.server.responses_service import ResponsesService
 from quire.entrypoints.server.state import ServerState
+from quire.entrypoints.server.turn_routes import router as of_turns
 from quire.errors import ConfigError, QuireError
 from quire.utils.answers import read_answers
 
@@ -58,8 +52,9 @@ def build_app(state: ServerState | Fleet) -> FastAPI:
     app.state.responses, app.state.http = ResponsesService(front), HttpCounts()
     app.root_path = args.root_path
     # As they are: included they would all be made anew. In this order they are looked through for each request.
-    for module in (turn_routes, response_routes, llama_routes, ollama_routes, info, adapters, admin, live, pages):
-        app.router.routes.extend(module.router.routes)
+    about = [module.router for module in (info, adapters, admin, live, pages)]
+    for router in (of_turns, of_responses, of_llama, of_ollama, *about):
+        app.router.routes.extend(router.routes)
     if not args.disable_fastapi_docs:
         app.router.routes.extend(pages.docs_router.routes)
     for kind in (QuireError, HTTPException, RequestValidationError):
@@ -121,12 +116,8 @@ def _meant_path(request: Request) -> str | None:
     if len(given) <= _LONGEST_GUESSED and (near := get_close_matches(given, known, n=1, cutoff=0.8)):
         return near[0]
     parts = [part for part in given.split("/") if part]
-    for start in range(len(parts)):
-        tail = "/" + "/".join(parts[start:])
-        for path in (tail, f"/v1{tail}"):
-            if path in known:
-                return path
-    return None
+    tails = ("/" + "/".join(parts[start:]) for start in range(len(parts)))
+    return next((path for tail in tails for path in (tail, f"/v1{tail}") if path in known), None)
 
 
 class _App(FastAPI):
