@@ -83,12 +83,9 @@ class LiveFeed:
         metrics = self._metrics
         snapshot = await self._llm.snapshot(_PAGE)
         metrics.on_engine_stats(snapshot.stats, time.monotonic())  # an idle engine tells nothing by itself
-        newest = {
-            "stats": snapshot.stats,
-            "sequences": snapshot.sequences,  # the first few hundred, and the page's
-            "num_sequences": snapshot.num_sequences,
-            "blocks": BlockMap.of(snapshot.blocks, snapshot.block_groups),
-            "block_size": snapshot.block_size,
+        told = msgspec.structs.asdict(snapshot)  # sequences: the first few hundred, and the page's
+        told["blocks"] = BlockMap.of(snapshot.blocks, told.pop("block_groups"))
+        newest = told | {
             "seconds": list(metrics.history.seconds)[-_NUM_NEWEST:],
             "num_prompt_tokens": metrics.num_prompt_tokens,  # this and those below: since the start
             "num_generation_tokens": metrics.num_generation_tokens,
