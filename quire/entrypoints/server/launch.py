@@ -86,16 +86,17 @@ def serve(args: ServerArgs, engine_args: EngineArgs, catalog: Catalog | None = N
             logger.info("Quire %s: %s", quire.__version__, catalog.describe())
             state = Fleet(catalog, args, _beside)
         try:
-            death = asyncio.run(_run(state, listener, context))
+            server = Server(state, context)
+            asyncio.run(server.serve(sockets=[listener]))
         finally:
             for number in (signal.SIGTERM, signal.SIGINT):
                 signal.signal(number, signal.SIG_IGN)
             state.shutdown()
-        leaving = threading.Timer(_EXIT_SECONDS, os._exit, (0 if death is None else 1,))
+        leaving = threading.Timer(_EXIT_SECONDS, os._exit, (0 if server.death is None else 1,))
         leaving.daemon = True
         leaving.start()
-    if death is not None:
-        raise death
+    if server.death is not None:
+        raise server.death
     logger.info("stopped")
 
 
@@ -120,19 +121,6 @@ def _beside(state: ServerState) -> list[Coroutine[Any, Any, None]]:
     """What runs beside a model."""
     name = "" if state.retain is None else f"{state.model_names[0]}: "
     return [watch_stalls(state), _log_throughput(state, name), warm_up(state), load_modules(state)]
-
-
-async def _run(
-    state: ServerState | Fleet, listener: socket.socket, context: ssl.SSLContext | None
-) -> EngineDeadError | None:
-    """Serve until a signal, or the engine's death, which is returned."""
-    server = Server(state, context)
-    loop = asyncio.get_running_loop()
-    loop.set_exception_handler(LoopErrors())
-    for number in (signal.SIGTERM, signal.SIGINT):
-        loop.add_signal_handler(number, server.stop)
-    await server.serve(sockets=[listener])
-    return server.death
 
 
 class Server(uvicorn.Server):
@@ -168,7 +156,11 @@ class Server(uvicorn.Server):
 
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
-        """Leave signals to the event loop, whose handler is `stop`."""
+        """Leave signals to the event loop, whose handler is `stop`; and what it meets by itself to `LoopErrors`."""
+        loop = asyncio.get_running_loop()
+        loop.set_exception_handler(LoopErrors())
+        for number in (signal.SIGTERM, signal.SIGINT):
+            loop.add_signal_handler(number, self.stop)
         yield
 
     def stop(self) -> None:
