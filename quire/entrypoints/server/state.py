@@ -107,11 +107,9 @@ class ServerState:
         Raises:
             ModelNotFoundError: this server has no such model.
         """
-        if not name:
-            return self.model_names[0]
-        if name not in self.model_names and name not in self.adapters:
+        if name and name not in self.model_names and name not in self.adapters:
             raise ModelNotFoundError(name, self.names)
-        return name
+        return name or self.model_names[0]
 
 
 def get_state(request: Request) -> ServerState:
