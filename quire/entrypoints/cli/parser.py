@@ -157,7 +157,9 @@ def _set(place: dict[str, Any], keys: str, text: str) -> None:
     """Set a key of an object of JSON, as 'one.two'."""
     *outer, last = keys.split(".")
     for key in outer:
-        place = place.setdefault(key, {})
+        if not isinstance(place.get(key), dict):
+            place[key] = {}  # as of a flag that comes twice, the last one is what counts
+        place = place[key]
     try:
         place[last.rstrip("+")] = text.split(",") if last.endswith("+") else json.loads(text)
     except (ValueError, RecursionError):

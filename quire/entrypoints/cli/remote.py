@@ -65,6 +65,8 @@ class Server:
         self.address = Address.parse(url)
         # Without the end of a line, which a file of variables may bring.
         key = (api_key or os.environ.get("QUIRE_API_KEY") or os.environ.get("OPENAI_API_KEY") or "").strip()
+        if not (key.isascii() and key.isprintable()):
+            raise ConfigError("the API key holds what no header may: characters beyond ASCII, or the end of a line.")
         self.headers = {"Content-Type": "application/json"} | ({"Authorization": f"Bearer {key}"} if key else {})
         self.model = model or self.models()[0].id
 

@@ -49,6 +49,9 @@ def run(namespace: Namespace) -> None:
     """Answer all requests of the file; what is interrupted leaves its answers in FILE.part, and goes on from there."""
     refuse_swallowed_model(namespace, given := options_given(namespace, ServerArgs))
     args, engine_args = ServerArgs(**given), engine_args_from(namespace)
+    files = namespace.input_file, namespace.output_file
+    if all(map(os.path.isfile, files)) and os.path.samefile(*files):
+        raise ConfigError("--output-file is --input-file, whose place the answers would take: name another.")
     source, num_requests = _open_input(namespace.input_file, args.max_body_bytes)
     with _open_output(namespace.output_file) as sink:
         done = answered_before(source, sink, f"{namespace.output_file}.part") if namespace.output_file != "-" else []

@@ -358,6 +358,7 @@ def test_a_plot(server: Any, bench: Any, tmp_path: Path, capsys: pytest.CaptureF
         (["--request-rate", "nan"], "request_rate must be a number"),
         (["--random-range-ratio", "1.5"], "random_range_ratio must be a number, from 0 to 1, got 1.5"),
         (["--base-url", "ftp://x"], "is no server's address"),
+        (["--api-key", "k\u20acy"], "the API key holds what no header may"),
     ],
 )
 def test_flags_that_make_no_sense(
@@ -367,6 +368,11 @@ def test_flags_that_make_no_sense(
     assert main(["bench", "serve", "--base-url", server.url, *flags]) == 2
     assert message in capsys.readouterr().err
     assert server.bodies(COMPLETIONS) == []
+
+
+def test_a_host_may_be_an_address_of_ipv6(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["bench", "serve", "--host", "::1", "--port", "1", "--ready-check-timeout-sec", "0"]) == 1
+    assert "http://[::1]:1" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

@@ -281,6 +281,14 @@ def test_a_file_may_begin_with_a_byte_order_mark(tmp_path: Path) -> None:
     assert (list(lines), num_requests) == ([b"{}\n"] * 2, 2)
 
 
+def test_requests_are_not_replaced_by_their_answers(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (path := tmp_path / "batch.jsonl").write_text("{}\n")
+    (tmp_path / "link").symlink_to(path)
+    assert main(["run-batch", "-i", str(path), "-o", str(tmp_path / "link"), "--load-format", "dummy"]) == 2
+    assert "--output-file is --input-file" in capsys.readouterr().err
+    assert path.read_text() == "{}\n"
+
+
 def test_a_device_is_not_replaced_by_the_answers(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """As /dev/null or /dev/stdout might be, by root; a pipe stands for them here."""
     os.mkfifo(tmp_path / "pipe")

@@ -28,7 +28,8 @@ from quire.errors import ConfigError, QuireError
 
 def run(args: LoadArgs) -> None:
     """Send the load, then print and write the figures; where no request succeeded, that is a RemoteError."""
-    url, model = args.base_url or f"http://{args.host}:{args.port}", args.served_model_name or args.model
+    host = f"[{args.host}]" if ":" in args.host else args.host
+    url, model = args.base_url or f"http://{host}:{args.port}", args.served_model_name or args.model
     server, models = _find(url, args, model)
     max_model_len = next((model.max_model_len for model in models if model.id == server.model), None)
     vocab_size = _vocab_size(args, server)

@@ -36,6 +36,8 @@ def parse(*arguments: str) -> EngineArgs:
         ),
         ("--hf-overrides.a.b 1 --hf-overrides.a.c+ x,y", {"hf_overrides": {"a": {"b": 1, "c": ["x", "y"]}}}),
         ("--hf-overrides.a -1.5", {"hf_overrides": {"a": -1.5}}),
+        ("--hf-overrides.a 1 --hf-overrides.a.b 2", {"hf_overrides": {"a": {"b": 2}}}),
+        ("--hf-overrides.a.b 1 --hf-overrides.a 2", {"hf_overrides": {"a": 2}}),
         ("--device-memory-utilization 0.5", {"gpu_memory_utilization": 0.5}),
         ("--kv-offloading-size 2", {"swap_space": 2.0}),
         ("--max-model-len auto", {}),
