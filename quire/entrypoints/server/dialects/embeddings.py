@@ -12,6 +12,8 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
+import msgspec
+
 from quire.engine.terms import check_terms
 from quire.entrypoints.server.dialects.llama_cpp import tokens_of
 from quire.entrypoints.server.dialects.through_chat import validated
@@ -22,6 +24,7 @@ from quire.entrypoints.server.llama_requests import LlamaEmbeddingRequest, promp
 from quire.entrypoints.server.ollama_requests import OllamaEmbedRequest
 from quire.entrypoints.server.prompts import conversation_text
 from quire.entrypoints.server.requests_common import AnyRequest
+from quire.entrypoints.server.responses import encode
 from quire.entrypoints.server.sampling import client_name, named
 from quire.entrypoints.server.service import Asked, TurnRequest
 from quire.entrypoints.server.state import ServerState
@@ -73,16 +76,18 @@ class EmbeddingWriter(EventWriter):
     ) -> None:
         self.turn, self.model = turn, model
         self._name, self._wanted, self._as_bytes = name, wanted, body.encoding_format == "base64"
-        self._vectors: dict[int, list[float]] = {}
+        self._vectors: dict[int, msgspec.Raw] = {}  # as they are shown
         self.form = form or EmbeddingWriter.openai
 
     def take(self, delta: Delta) -> list[Event]:
-        self._vectors[delta.place] = self._wanted.vector(delta.output)
+        vector = self._wanted.vector(delta.output)
+        # Now: a thousand of them at the end would hold the event loop for long.
+        self._vectors[delta.place] = msgspec.Raw(encode(_packed(vector) if self._as_bytes else vector))
         return []
 
     @property
-    def vectors(self) -> list[list[float]]:
-        """One for each text."""
+    def vectors(self) -> list[msgspec.Raw]:
+        """One for each text, in JSON."""
         return [self._vectors[place] for place in sorted(self._vectors)]
 
     @property
@@ -95,8 +100,7 @@ class EmbeddingWriter(EventWriter):
 
     def openai(self, kind: str = "embedding", key: str = "embedding") -> dict[str, Any]:
         """In OpenAI's form."""
-        shown: Callable[[list[float]], Any] = _packed if self._as_bytes else list
-        data = [{"object": kind, "index": place, key: shown(one)} for place, one in enumerate(self.vectors)]
+        data = [{"object": kind, "index": place, key: one} for place, one in enumerate(self.vectors)]
         usage = {"prompt_tokens": self.num_tokens, "total_tokens": self.num_tokens, "completion_tokens": 0}
         head = {"id": self._name, "object": "list", "created": int(time.time()), "model": self.model}
         return {**head, "data": data, "usage": usage}
