@@ -41,9 +41,7 @@ class CompiledModel(CacheReader):
     """
 
     def __init__(self, model: CausalLM, target: Target | None = None, tapped: Sequence[int] = ()) -> None:
-        self.vocab_size = model.vocab_size
-        self.cache_layers = model.cache_layers
-        self._dtype = model.dtype
+        self.vocab_size, self.cache_layers, self._dtype = model.vocab_size, model.cache_layers, model.dtype
         self._untapped, widths = _record(model, target, ())
         self._width, self._tapped = widths[0], tuple(tapped)
         self._body, (_, *self._tap_widths) = _record(model, target, tapped) if tapped else (self._untapped, widths)
@@ -119,9 +117,11 @@ class CompiledModel(CacheReader):
     def _run(self, program: Program, adapters: AdapterBatch | None, *arguments: Any) -> None:
         if adapters is None or self._adapted is None:
             return program.run(*arguments)
-        self._adapted.set(adapters.slots)
-        program.run(*arguments)
-        self._adapted.set(None)  # of others' programs too, with the same head: those that draft
+        try:
+            self._adapted.set(adapters.slots)
+            program.run(*arguments)
+        finally:  # after a Ctrl-C, too: others' programs have the same head, those that draft
+            self._adapted.set(None)
 
 
 def _record(model: CausalLM, target: Target | None, tapped: Sequence[int]) -> tuple[Program, list[int]]:

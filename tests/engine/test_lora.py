@@ -22,6 +22,7 @@ from quire.engine.tokenizer import config_tokenizer
 from quire.errors import ConfigError, InvalidRequestError
 from quire.lora.request import LoRARequest
 from quire.ops.native.library import TORCH, levels
+from quire.ops.native.program import Program
 from quire.outputs import RequestOutput
 
 DEMO_MODEL = Path(quire.__file__).parent / "demo"
@@ -124,6 +125,27 @@ def test_an_adapter_is_replaced_in_place(llm: LLM, adapters: list[LoRARequest], 
         run(llm, prompts, [plain])
     with pytest.raises(InvalidRequestError, match="lora_request.load_inplace must be True or False; it is 5"):
         LoRARequest("own", 50, "x", load_inplace=5)  # type: ignore[arg-type]
+
+
+@pytest.mark.skipif(levels()[0] == TORCH, reason="there are no programs")
+def test_an_interrupt_leaves_no_adapter_behind(
+    llm: LLM, adapters: list[LoRARequest], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Ctrl-C while a step computes: whoever comes then without an adapter has none."""
+    alone, compute = run(llm, PROMPTS[:1], [None]), Program.run
+
+    def interrupted(program: Program, *arguments: Any) -> None:
+        compute(program, *arguments)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(Program, "run", interrupted)
+    llm.llm_engine.add_request("x", PROMPTS[0], ASKED, lora_request=adapters[0])
+    with pytest.raises(KeyboardInterrupt):
+        drain(llm.llm_engine)
+    monkeypatch.undo()
+    llm.llm_engine.abort_request("x")
+    llm.reset_prefix_cache()
+    assert run(llm, PROMPTS[:1], [None]) == alone
 
 
 def test_a_prefix_is_shared_by_those_of_one_adapter_only(llm: LLM, adapters: list[LoRARequest]) -> None:
