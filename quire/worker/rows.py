@@ -99,11 +99,11 @@ class RowTable:
     """
 
     def __init__(self, num_rows: int, layout: CacheLayout, max_drafts: int = 0, tree: DraftTree | None = None) -> None:
-        self.block_size, max_tokens = layout.block_size, layout.max_model_len + max_drafts
+        self.block_size, self._max_tokens = layout.block_size, layout.max_model_len
         self.tree = None if tree is None else TreeShape(tree)
         # One more than the context: the last token sampled is remembered although it is never computed.
-        self._tokens_shape = num_rows, max_tokens + 1
-        self._blocks_shape = len(layout.groups), num_rows, -(-max_tokens // layout.block_size)
+        self._tokens_shape = num_rows, self._max_tokens + max_drafts + 1
+        self._blocks_shape = len(layout.groups), num_rows, -(-(self._max_tokens + max_drafts) // layout.block_size)
         self.clear()
 
     def add(self, sequence: NewSequence) -> Row:
@@ -163,8 +163,8 @@ class RowTable:
             row.tokens.set_drafts(scheduled.draft_token_ids)
 
     def num_slots(self, sequence_id: int) -> int:
-        """Positions of a sequence that have a place in the KV cache."""
-        return min(self.rows[sequence_id].num_blocks) * self.block_size
+        """Positions of a sequence that have a place in the KV cache; a last block may reach beyond those there are."""
+        return min(self._max_tokens, min(self.rows[sequence_id].num_blocks) * self.block_size)
 
     def slots(self, rows: npt.NDArray[Any], positions: npt.NDArray[np.int32]) -> list[npt.NDArray[np.int32]]:
         """Cache slots of positions of rows, by KV group."""

@@ -192,6 +192,23 @@ def test_trees_of_an_eagle_head_change_no_answer(plain: dict[str, list[Any]]) ->
     check(plain, {"method": "eagle", "model": "demo-eagle"} | tree)
 
 
+@pytest.mark.parametrize("method", ["eagle", "eagle3"])
+def test_a_last_block_may_reach_beyond_the_context(method: str) -> None:
+    """A head has max_model_len positions where it was trained on fewer: none is drafted beyond them.
+
+    Plain torch tells of it: kernels would read whatever lies there.
+    """
+    options: Any = {"hf_overrides": {"max_position_embeddings": 530}, "max_model_len": 530, "block_size": 32}
+    asked = SamplingParams(max_tokens=100, temperature=0, ignore_eos=True)
+    prompt: Any = {"prompt_token_ids": [number * 37 % 4000 + 5 for number in range(515)]}
+    found = []
+    for drafts in (None, {"method": method, "model": f"demo-{method}", "num_speculative_tokens": 8, "adaptive": False}):
+        llm = LLM("demo", kernels="torch", speculative_config=drafts, **options)
+        found.append(llm.generate(prompt, asked, use_tqdm=False)[0].outputs[0].token_ids)
+    assert len(found[0]) == 15
+    assert found[0] == found[1]
+
+
 def test_draft_models_may_be_quantized(plain: dict[str, list[Any]]) -> None:
     check(plain, method_of("draft_model", 2) | {"quantization": "int8"})
 
