@@ -36,6 +36,7 @@ _REFUSED = {
     "alora_invocation_tokens": "that it begins at some token only (aLoRA)",
 }
 _NOTHING = (None, False, "none", [], {}, "")
+_TABLES = (".embed_tokens.base_layer.weight", ".lm_head.base_layer.weight")  # as they were, saved beside their factors
 # Of a tensor: its module, which factor.
 _NAME = re.compile(r"(?:base_model\.model\.)?(.+)\.lora_(?:embedding_)?(A|B)(?:\.default)?(?:\.weight)?")
 # A pattern of modules: what is matched in no time, with few repetitions and alternatives, and no group repeated.
@@ -92,13 +93,13 @@ def read_adapter(path: str, name: str, max_rank: int = MAX_RANK, max_virtual: in
     text, config = _read_config(folder, name)
     weights = folder / WEIGHTS
     if not weights.is_file():
-        others = sorted(folder.glob("adapter_model.*"))
-        pickles = [file.name for file in others if file.suffix in (".bin", ".pt", ".pth")]
+        pickles = sorted(file.name for file in folder.glob("adapter_model.*") if file.suffix in (".bin", ".pt", ".pth"))
         why = f"{pickles[0]} is a pickle, which could run anything" if pickles else f"{WEIGHTS} is missing"
         raise AdapterError(name, f"{why}; save it again with safe_serialization=True.")
     try:
         with safe_open(weights, framework="np") as file:
-            shapes = {tensor: tuple(file.get_slice(tensor).get_shape()) for tensor in file.keys()}  # noqa: SIM118
+            names = [tensor for tensor in file.keys() if not tensor.endswith(_TABLES)]  # noqa: SIM118
+            shapes = {tensor: tuple(file.get_slice(tensor).get_shape()) for tensor in names}
         with weights.open("rb") as raw:  # piece by piece: nobody waits for this thread to let go of the interpreter
             digest = hashlib.file_digest(raw, lambda: hashlib.sha256(text)).digest()
     except (SafetensorError, OSError) as error:
@@ -134,18 +135,15 @@ def _read_config(folder: Path, name: str) -> tuple[bytes, dict[str, Any]]:
     except (ValueError, RecursionError) as error:
         raise AdapterError(name, f"{CONFIG} is no JSON ({error}).") from None
     if (kind := config.get("peft_type") if isinstance(config, dict) else None) not in _KINDS:
-        said = f"{CONFIG} says peft_type {repr(kind)[:80]}"
-        raise AdapterError(name, f"{said}; what can be served is {', '.join(_KINDS)}.")
+        raise AdapterError(name, f"{CONFIG} says peft_type {kind!r:.80}; what can be served is {', '.join(_KINDS)}.")
     for key, what in _REFUSED.items():
         if config.get(key) not in _NOTHING:
-            asked = f"{CONFIG} asks by {key}={config[key]!r:.80} for {what}"
-            raise AdapterError(name, f"{asked}; merge it, or train without.")
+            raise AdapterError(name, f"{CONFIG} asks by {key}={config[key]!r:.80} for {what}; merge, or train without.")
     for key, kind, least in (("r", int, 1), ("lora_alpha", int | float, 0)):
         patterns = config.get("rank_pattern" if key == "r" else "alpha_pattern") or {}
         for value in [config.get(key, 8), *(patterns.values() if isinstance(patterns, dict) else [str(patterns)])]:
             if isinstance(value, bool) or not isinstance(value, kind) or not least <= value < math.inf:
-                wrong = f"{CONFIG} has {key}={repr(value)[:80]}"
-                raise AdapterError(name, f"{wrong}, which must be a number from {least} on.")
+                raise AdapterError(name, f"{CONFIG} has {key}={value!r:.80}, which must be a number from {least} on.")
         if strange := [pattern for pattern in patterns if not _PATTERN.fullmatch(pattern)]:
             raise AdapterError(name, f"{CONFIG} has {strange[0][:80]!r}, where names and few wildcards are to be.")
     return text, config

@@ -52,6 +52,15 @@ def test_what_is_refused_is_named(stated: dict[str, Any], message: str, tmp_path
     assert str(tmp_path) not in str(error.value)
 
 
+def test_tables_beside_their_factors_are_left(tmp_path: Path) -> None:
+    """PEFT saves them, as they were, where they are targets."""
+    names = ("model.embed_tokens", "lm_head")
+    both = factors(dict.fromkeys(names, (20, 8)), 4, 1)
+    tables = {f"base_model.model.{name}.base_layer.weight": torch.ones(20, 8) for name in names}
+    files = read_adapter(str(write_adapter(tmp_path, both | tables, 4)), "voice")
+    assert [*files.tensors] == ["lm_head", "model.embed_tokens"]
+
+
 @pytest.mark.parametrize(
     "pattern",
     [
