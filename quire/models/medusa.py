@@ -67,8 +67,7 @@ def read_shape(
     use_models_head = bool(config.get("original_lm_head"))
     names: dict[str, str | None] = {}
     heads, layers = {-1}, {-1}
-    sizes: list[int] = []
-    outputs: list[int] = []
+    sizes, outputs = list[int](), list[int]()
     for name, shape in shapes.items():
         bare = _PREFIX.sub("", name)
         if found := _BLOCK.fullmatch(bare) or _HEAD.fullmatch(bare):

@@ -34,8 +34,10 @@ _REFUSED = {
     "trainable_token_indices": "token embeddings of its own",
     "target_parameters": "parameters that are no modules",
     "alora_invocation_tokens": "that it begins at some token only (aLoRA)",
+    "init_lora_weights": "a base model that was changed first (where this engine runs that one, set it to true)",
 }
 _NOTHING = (None, False, "none", [], {}, "")
+_CHANGES = ("pissa", "olora", "corda", "loftq", "lora_ga")  # of init_lora_weights, what subtracts from the base model
 _TABLES = (".embed_tokens.base_layer.weight", ".lm_head.base_layer.weight")  # as they were, saved beside their factors
 # Of a tensor: its module, which factor.
 _NAME = re.compile(r"(?:base_model\.model\.)?(.+)\.lora_(?:embedding_)?(A|B)(?:\.default)?(?:\.weight)?")
@@ -137,7 +139,8 @@ def _read_config(folder: Path, name: str) -> tuple[bytes, dict[str, Any]]:
     if (kind := config.get("peft_type") if isinstance(config, dict) else None) not in _KINDS:
         raise AdapterError(name, f"{CONFIG} says peft_type {kind!r:.80}; what can be served is {', '.join(_KINDS)}.")
     for key, what in _REFUSED.items():
-        if config.get(key) not in _NOTHING:
+        changes = key != "init_lora_weights" or str(config.get(key)).startswith(_CHANGES)
+        if changes and config.get(key) not in _NOTHING:
             raise AdapterError(name, f"{CONFIG} asks by {key}={config[key]!r:.80} for {what}; merge, or train without.")
     for key, kind, least in (("r", int, 1), ("lora_alpha", int | float, 0)):
         patterns = config.get("rank_pattern" if key == "r" else "alpha_pattern") or {}

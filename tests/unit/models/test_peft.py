@@ -33,6 +33,8 @@ def test_ranks_and_scales_follow_the_patterns(tmp_path: Path) -> None:
         ({"modules_to_save": ["lm_head"]}, "modules_to_save=['lm_head'] for whole modules"),
         ({"bias": "all"}, "bias='all' for biases"),
         ({"layer_replication": [[0, 2]]}, "layer_replication=[[0, 2]]"),
+        ({"init_lora_weights": "pissa_niter_9"}, "init_lora_weights='pissa_niter_9' for a base model that was changed"),
+        ({"init_lora_weights": "olora"}, "init_lora_weights='olora' for a base model that was changed first"),
         ({"peft_type": "IA3"}, "peft_type 'IA3'; what can be served is LORA, PROMPT_TUNING, P_TUNING, PREFIX_TUNING"),
         ({"r": 0}, "r=0, which must be a number from 1 on"),
         ({"lora_alpha": "8"}, "lora_alpha='8'"),
@@ -50,6 +52,12 @@ def test_what_is_refused_is_named(stated: dict[str, Any], message: str, tmp_path
         read_adapter(str(path), "voice")
     assert "voice" in str(error.value)
     assert str(tmp_path) not in str(error.value)
+
+
+@pytest.mark.parametrize("start", [True, False, None, "gaussian", "eva", "orthogonal"])
+def test_how_training_began_is_no_matter_where_the_model_stayed(start: object, tmp_path: Path) -> None:
+    path = write_adapter(tmp_path, factors({NAME: (8, 8)}, 4, 1), 4, init_lora_weights=start)
+    assert read_adapter(str(path), "voice").rank(NAME) == 4
 
 
 def test_tables_beside_their_factors_are_left(tmp_path: Path) -> None:
