@@ -25,7 +25,7 @@ def load_adapter(model: CausalLM, files: AdapterFiles) -> Packed:
         for module, factors in files.tensors.items():
             name = model.form.canonical(f"{module}.weight")
             if (target := model.lora.targets.get(name.removesuffix(".weight"))) is None:
-                if name in model.elsewhere:
+                if name in model.elsewhere or model.form.passes_over(name):
                     continue
                 raise AdapterError(files.name, f"it changes {module!r}, which is no layer that adapters can change.")
             (a_name, a), (b_name, b) = factors["A"], factors["B"]

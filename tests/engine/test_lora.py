@@ -257,6 +257,17 @@ def test_factors_of_eight_bits_are_their_numbers(llm: LLM, tmp_path: Path) -> No
     assert run(llm, ["Once"], both[:1]) == run(llm, ["Once"], both[1:]) != run(llm, ["Once"], [None])
 
 
+def test_what_sees_is_not_run(llm: LLM, tmp_path: Path) -> None:
+    """Adapters of models that see have factors for that, too, where they are for all linear layers."""
+    own = factors(DEMO, 4, 1)
+    sight = factors({"model.visual.blocks.0.attn.qkv": (96, 32), "visual.merger.mlp.0": (64, 64)}, 4, 2)
+    both: list[LoRARequest | None] = [
+        LoRARequest(name, number, str(write_adapter(tmp_path / name, tensors, 4)))
+        for number, (name, tensors) in enumerate({"blind": own, "sees": own | sight}.items(), 120)
+    ]
+    assert run(llm, ["Once"], both[:1]) == run(llm, ["Once"], both[1:]) != run(llm, ["Once"], [None])
+
+
 def drain(engine: LLMEngine) -> dict[str, RequestOutput]:
     done: dict[str, RequestOutput] = {}
     for _ in range(1000):  # loading takes some of them
