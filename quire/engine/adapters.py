@@ -4,6 +4,7 @@ The engine's front end keeps one. Whether an adapter suits the model a worker fi
 """
 
 import threading
+from contextlib import nullcontext
 from dataclasses import astuple
 
 from quire.config.engine_args import EngineArgs
@@ -21,9 +22,8 @@ class AdapterBook:
     """
 
     def __init__(self, args: EngineArgs) -> None:
-        self._args = args
+        self._args, self._lock = args, threading.Lock()
         self._known: dict[int, AdapterRef] = {}
-        self._lock = threading.Lock()
 
     def knows(self, request: AdapterRequest | None) -> bool:
         """Whether `find` has no file to read."""
@@ -47,7 +47,7 @@ class AdapterBook:
         if not getattr(self._args, f"enable_{option}"):
             raise InvalidRequestError(f"{param} needs an engine with enable_{option}=True.", param)
         name, own, path, *stated = astuple(request)[: 3 if is_lora else 4]
-        with self._lock:
+        with nullcontext() if self.knows(request) else self._lock:  # who is known waits for no other's files
             if (ref := self._known.get(own)) is None or _reloads(request):
                 try:
                     files = read_adapter(path, name, self._args.max_lora_rank, self._args.max_prompt_adapter_token)

@@ -33,9 +33,8 @@ class AsyncInputs:
     """
 
     def __init__(self, config: EngineConfig, tokenizer: Tokenizer | None, is_engine_here: bool = True) -> None:
-        self.processor = InputProcessor(config, tokenizer, is_engine_here)
-        self._tokenizer = tokenizer
-        self._encodings = ThreadPoolExecutor(2, "quire-encode")
+        self.processor, self._tokenizer = InputProcessor(config, tokenizer, is_engine_here), tokenizer
+        self._readings, self._encodings = ThreadPoolExecutor(1, "quire-read"), ThreadPoolExecutor(2, "quire-encode")
         self._long_encodings = ThreadPoolExecutor(1, "quire-encode-long")
         self._renders, self._long_renders = RenderLane("render", 2), RenderLane("render-long", 1)
         self._strangers = RenderLane("render-strangers", 2)
@@ -51,7 +50,7 @@ class AsyncInputs:
     async def find_adapter(self, request: AdapterRequest | None) -> AdapterRef | None:
         """`AdapterBook.find`; files are read in a thread."""
         book = self.processor.adapters
-        return book.find(request) if book.knows(request) else await _run(self._encodings, lambda: book.find(request))
+        return book.find(request) if book.knows(request) else await _run(self._readings, lambda: book.find(request))
 
     async def token_ids(self, text: str, add_special_tokens: bool = True) -> list[int]:
         """Token ids of a text."""
@@ -80,7 +79,8 @@ class AsyncInputs:
 
     def close(self) -> None:
         """End the threads and the processes."""
-        for lane in (self._encodings, self._long_encodings, self._renders, self._long_renders, self._strangers):
+        threads, lanes = (self._readings, self._encodings, self._long_encodings), (self._renders, self._long_renders)
+        for lane in (*threads, *lanes, self._strangers):
             lane.shutdown(wait=False, cancel_futures=True)
 
     async def _encode(self, size: int, function: Callable[[], _Result]) -> _Result:

@@ -4,14 +4,18 @@ import asyncio
 import threading
 from collections.abc import AsyncIterator, Callable, Coroutine
 from contextlib import asynccontextmanager
+from pathlib import Path
 from typing import Any
 
 import pytest
+from loras import DEMO, factors, write_adapter
 
 from quire import EngineArgs
+from quire.engine import adapters
 from quire.engine.async_inputs import AsyncInputs
 from quire.engine.tokenizer import config_tokenizer
 from quire.errors import InvalidRequestError
+from quire.lora.request import LoRARequest
 
 MESSAGES = [{"role": "user", "content": "Hi"}]
 CONFIG = EngineArgs(model="demo").resolve()
@@ -116,5 +120,36 @@ def test_closing_ends_what_is_rendered(monkeypatch: pytest.MonkeyPatch) -> None:
             made.close()
             with pytest.raises((InvalidRequestError, asyncio.CancelledError)):
                 await task
+
+    run(main())
+
+
+def test_adapters_that_are_read_hold_up_nobody(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Neither who names one that is known, on the event loop, nor a prompt that is encoded in a thread."""
+    paths = [write_adapter(tmp_path / str(own), factors(DEMO, 4, own), 4) for own in range(1, 6)]
+    loras = [LoRARequest(f"voice-{own}", own, str(path)) for own, path in enumerate(paths, 1)]
+    read, go_on = adapters.read_adapter, threading.Event()
+
+    def held(path: str, name: str, *limits: int) -> Any:
+        assert name == "voice-1" or go_on.wait(60)
+        return read(path, name, *limits)
+
+    monkeypatch.setattr(adapters, "read_adapter", held)
+    config = EngineArgs(model="demo", enable_lora=True).resolve()
+
+    async def main() -> None:
+        made = AsyncInputs(config, config_tokenizer(config))
+        try:
+            known = await made.find_adapter(loras[0])
+            reading = [asyncio.create_task(made.find_adapter(lora)) for lora in loras[1:]]
+            assert len(await made.token_ids("word " * 1000)) > 100
+            threading.Timer(5, go_on.set).start()  # where the event loop waited for them, it would now go on
+            assert await made.find_adapter(loras[0]) is known
+            assert not go_on.is_set()
+            go_on.set()
+            assert [ref.name for ref in await asyncio.gather(*reading) if ref] == [lora.lora_name for lora in loras[1:]]
+        finally:
+            go_on.set()
+            made.close()
 
     run(main())
