@@ -133,7 +133,6 @@ class Pace:
         self._token_seconds = costs(1)  # of plain decoding
         self._choices: dict[tuple[int, ...], tuple[dict[int, int], bool]] = {}  # of late, by batch and levels
         self._num_invested = 0  # tokens to be read before the next drafts, which later ones are to pay for
-        self._num_learnt = 0
         self._drafts_beside = _BESIDE  # seconds of the host, for a row alone
 
     def observe(self, row: DraftedSequence, num_drafts: int, num_accepted: int) -> None:
@@ -147,9 +146,6 @@ class Pace:
     def learn(self, num_tokens: int, seconds: float) -> None:
         """A step of so many tokens, each of them sampled, took so long."""
         self.costs.learn(num_tokens, seconds)
-        self._num_learnt += 1
-        if self._num_learnt % _REMEMBERED_STEPS == 0:
-            self._choices.clear()
 
     def learn_host(self, seconds: float, num_rows: int) -> None:
         """Beside computing and drafting, a step whose rows got drafts, so many of them, took so long."""
@@ -218,6 +214,8 @@ class Pace:
             if row.acceptance is None:
                 row.acceptance = Acceptance(self._patience, self._now)
             levels.append(int(row.acceptance.rate(rate) * _LEVELS + 0.5))
+        if self._now % _REMEMBERED_STEPS == 0:
+            self._choices.clear()
         key = (num_scheduled, most, *sorted(levels))
         if (found := self._choices.get(key)) is None:
             hopes = [max(level, _HOPE) for level in levels]

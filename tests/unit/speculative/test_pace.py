@@ -184,6 +184,17 @@ def test_the_choice_follows_from_the_numbers() -> None:
     assert several() == several()
 
 
+def test_choices_are_forgotten_though_no_step_teaches() -> None:
+    """As where each step computes a part of some prompt, for days."""
+    pace = Pace(StepCosts(FLAT), FREE)
+    for step in range(500):
+        some = rows(1 + step % 7)
+        for i, row in enumerate(some):
+            pace.observe(row, 8, (step * (i + 3)) % 9)
+        pace.choose(some, len(some), 8)
+        assert len(pace._choices) <= 64
+
+
 def test_nothing_is_asked_again_while_drafts_cannot_pay() -> None:
     pace, some = Pace(StepCosts(LINEAR), FREE), rows(2)
     assert not pace.rests(2)
