@@ -38,18 +38,17 @@ class Adapters:
 
     def place(self, call: PlaceAdapters) -> AdapterReply:
         """Put those that are loaded where they belong, and load the others; waits for `call.seconds` at most."""
-        for _, ref in call.wanted:
-            if ref.adapter_id not in self._held and ref.adapter_id not in self._loading:
-                self._loading[ref.adapter_id] = self._threads.submit(self._load, ref)
-        awaited = [self._loading[ref.adapter_id] for _, ref in call.wanted if ref.adapter_id in self._loading]
-        wait(awaited, call.seconds)
-        ready: list[int] = []
-        failed: list[tuple[int, str]] = []
-        for slot, ref in call.wanted:
-            own = ref.adapter_id
-            if own in self._loading and self._loading[own].done():
+        wanted, loading = {ref.adapter_id: (slot, ref) for slot, ref in call.wanted}, self._loading
+        for own in [own for own, one in loading.items() if own not in wanted and (one.cancel() or one.done())]:
+            del loading[own]  # whoever awaited it has left
+        for own in [own for own in wanted if own not in self._held and own not in loading]:
+            loading[own] = self._threads.submit(self._load, wanted[own][1])
+        wait([loading[own] for own in wanted if own in loading], call.seconds)
+        ready, failed = list[int](), list[tuple[int, str]]()
+        for own, (slot, ref) in wanted.items():
+            if own in loading and loading[own].done():
                 try:
-                    self._held[own] = self._loading.pop(own).result()
+                    self._held[own] = loading.pop(own).result()
                 except Exception as error:  # whatever its files hold, it is the fault of nobody else
                     known = isinstance(error, AdapterError)
                     failed.append((own, str(error if known else AdapterError(ref.name, f"{error!r}."))))
