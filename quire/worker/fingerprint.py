@@ -22,7 +22,7 @@ from quire.worker.weights.cache import content_digest
 
 FORMAT = 1  # raised when the same tokens make other bytes for a reason that nothing below tells
 
-# What the tokens' keys and values don't depend on.
+# What the tokens' keys and values don't depend on, as a rule.
 _INDIFFERENT = ("model", "path", "max_model_len", "generation_defaults", "eos_token_ids")
 
 
@@ -53,6 +53,8 @@ def _facts(model: ModelConfig, has_weights: bool) -> list[str]:
     files = weight_files(model.path) if has_weights else []
     return [
         repr([(name, getattr(model, name)) for name in sorted(names)]),
+        # Rotations of these follow from it.
+        str(model.rope_parameters.get("rope_type") in ("dynamic", "longrope", "su") and model.max_model_len),
         repr([(file.name, file.stat().st_size, file.stat().st_mtime_ns) for file in files]),
         content_digest(files),
     ]

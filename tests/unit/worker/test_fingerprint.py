@@ -53,6 +53,13 @@ def test_the_rest_is_not(config: WorkerConfig) -> None:
     assert of(config, **changes) == of(config) == of(config, model=shorter)
 
 
+@pytest.mark.parametrize("kind", ["dynamic", "longrope", "su"])
+def test_the_longest_context_is_where_rotations_follow_from_it(config: WorkerConfig, kind: str) -> None:
+    model = dataclasses.replace(config.model, rope_parameters={"rope_type": kind, "factor": 2.0})
+    shorter = dataclasses.replace(model, max_model_len=17)
+    assert of(config, model=model) != of(config, model=shorter) != of(config, draft=shorter) != of(config, draft=model)
+
+
 def test_other_kernels_are_others(config: WorkerConfig, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     found = [of(config)]
     library = tmp_path / "kernels.so"
