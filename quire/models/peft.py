@@ -38,7 +38,6 @@ _REFUSED = {
 }
 _NOTHING = (None, False, "none", [], {}, "")
 _CHANGES = ("pissa", "olora", "corda", "loftq", "lora_ga")  # of init_lora_weights, what subtracts from the base model
-_TABLES = (".embed_tokens.base_layer.weight", ".lm_head.base_layer.weight")  # as they were, saved beside their factors
 # Of a tensor: its module, which factor.
 _NAME = re.compile(r"(?:base_model\.model\.)?(.+)\.lora_(?:embedding_)?(A|B)(?:\.default)?(?:\.weight)?")
 # A pattern of modules: what is matched in no time, with few repetitions and alternatives, and no group repeated.
@@ -99,8 +98,8 @@ def read_adapter(path: str, name: str, max_rank: int = MAX_RANK, max_virtual: in
         why = f"{pickles[0]} is a pickle, which could run anything" if pickles else f"{WEIGHTS} is missing"
         raise AdapterError(name, f"{why}; save it again with safe_serialization=True.")
     try:
-        with safe_open(weights, framework="np") as file:
-            names = [tensor for tensor in file.keys() if not tensor.endswith(_TABLES)]  # noqa: SIM118
+        with safe_open(weights, framework="np") as file:  # PEFT saves tables beside their factors, as they were
+            names = [tensor for tensor in file.keys() if not tensor.endswith(".base_layer.weight")]  # noqa: SIM118
             shapes = {tensor: tuple(file.get_slice(tensor).get_shape()) for tensor in names}
         with weights.open("rb") as raw:  # piece by piece: nobody waits for this thread to let go of the interpreter
             digest = hashlib.file_digest(raw, lambda: hashlib.sha256(text)).digest()
