@@ -359,7 +359,7 @@ def gguf_config(path: Path, model: str) -> tuple[dict[str, Any], dict[str, Any]]
         if arch in _WHOLE_HEADS:
             whole = config.get("num_hidden_layers") == _WHOLE_HEADS[arch]
             config["query_pre_attn_scalar"] = size // heads if whole else config["head_dim"]
-    config.setdefault("sliding_window", None)
+    config["sliding_window"] = config.get("sliding_window") or None  # 0 in Phi-4's files, which have none
     _check_sizes(config, file, model)
     _add_rope(config, file, arch)
     ends = [metadata.get(f"tokenizer.ggml.{name}_token_id") for name in ("eos", "eot", "eom")]

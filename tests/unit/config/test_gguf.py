@@ -132,6 +132,13 @@ def test_sizes(tmp_path: Path) -> None:
     assert config.max_model_len == 64
 
 
+def test_a_window_of_no_tokens_is_none(tmp_path: Path) -> None:
+    """llama.cpp's converter writes 0 for Phi-4's models, which have no window."""
+    sizes = {"attention.sliding_window": 0, "feed_forward_length": 32}
+    config = ModelConfig.from_pretrained(llama(tmp_path / "m.gguf", "phi3", **sizes))
+    assert config.layer_windows == (None,)
+
+
 @pytest.mark.parametrize("key", ["embedding_length", "block_count", "feed_forward_length", "attention.head_count"])
 @pytest.mark.parametrize("size", [2**60, 7])
 def test_sizes_that_the_tensors_contradict(tmp_path: Path, key: str, size: int) -> None:
