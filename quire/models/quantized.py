@@ -78,7 +78,7 @@ def find_matrices(source: TensorSource, stated: Mapping[str, Any]) -> dict[str, 
     for spec in source.specs:
         module, part = split_name(spec.name)
         modules.setdefault(module, {})[part] = spec
-    read = _READERS[stated["quant_method"]]
+    read = _READERS.get(stated["quant_method"], lambda module: None)  # plain, in place of a GGUF file's
     texts = {spec.name for parts in modules.values() for part, spec in parts.items() if "quant_state" in part}
     others = {spec.name for spec in source.specs} - texts
     states = {spec.name: tensor.clone() for spec, tensor in source.stream(others)} if texts else {}

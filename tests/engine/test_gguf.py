@@ -49,6 +49,13 @@ def answers(model: str, **options: Any) -> list[tuple[Any, ...]]:
     ]
 
 
+def test_weights_of_a_folder_in_place_of_the_file_s(tmp_path: Path) -> None:
+    llm = LLM(str(convert(tmp_path / "demo.gguf", Kind.Q4_0)), max_model_len=128, weight_cache=False)
+    assert llm.update_weights(DEMO)
+    found = llm.generate(PROMPTS, SamplingParams(max_tokens=12, temperature=0), use_tqdm=False)
+    assert [out.outputs[0].token_ids for out in found] == [answer[1] for answer in answers(str(DEMO))]
+
+
 def mixed(name: str) -> Any:
     """Types as llama.cpp mixes them: one of q, k and v is of more bits, and so are some layers' others."""
     if "attn_v" in name or name == "token_embd" or name == "blk.1.ffn_down":
