@@ -41,7 +41,7 @@ class StorePlace:
         path: the file.
         model: the checkpoint's name, as the user gave it.
         weights: the format of the weights, in words.
-        directory: where the checkpoint is.
+        directory: where the checkpoint is; the file, of a GGUF model.
         content: digest of samples of the checkpoint.
         stamp: [name, size, time in ns] of each file of it: what has another one is packed anew, under the same name.
         limit: bytes that all files in the folder may take.
@@ -100,7 +100,7 @@ def find_place(files: Iterable[Path], model: str, weights: str, layout: str, lim
     folder = cache_folder()
     try:
         total = sum(file.stat().st_size for file in files)
-        if total < MIN_BYTES:
+        if not files or total < MIN_BYTES:
             return None
         if folder is None:
             logger.warning("packed weights are not kept on disk: this user has no home; set XDG_CACHE_HOME")
@@ -108,8 +108,8 @@ def find_place(files: Iterable[Path], model: str, weights: str, layout: str, lim
         stamp = [[file.name, file.stat().st_size, file.stat().st_mtime_ns] for file in files]
         content = content_digest(files)
         name = hashlib.sha256(f"{FORMAT}\n{layout}\n{content}".encode()).hexdigest()[:32]
-        directory = str(files[0].parent.resolve()) if files else ""
-        place = StorePlace(folder / f"{name}.bin", model, weights, directory, content, stamp, limit)
+        own = files[0] if files[0].suffix.lower() == ".gguf" else files[0].parent  # which others lie beside
+        place = StorePlace(folder / f"{name}.bin", model, weights, str(own.resolve()), content, stamp, limit)
         exists = next(parent for parent in [folder, *folder.parents] if parent.exists())
         if not place.path.exists() and (free := shutil.disk_usage(exists).free) < 2 * total:
             logger.warning(_NO_ROOM, folder, free >> 20, 2 * total >> 20)
@@ -180,8 +180,7 @@ def stored_weights(folder: Path) -> list[StoredWeights]:
     found: list[StoredWeights] = []
     for path in folder.glob("*.bin"):
         with contextlib.suppress(OSError):
-            stat = path.stat()
-            manifest = _manifest_or_empty(path)
+            stat, manifest = path.stat(), _manifest_or_empty(path)
             values = [str(manifest.get(name, "")) for name in ("model", "weights", "directory", "content")]
             found.append(StoredWeights(path, stat.st_size, stat.st_mtime, *values))
     return sorted(found, key=lambda each: each.used, reverse=True)

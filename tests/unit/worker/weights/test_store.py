@@ -574,6 +574,16 @@ def test_small_checkpoints_are_not_worth_a_file(checkpoint: Path, monkeypatch: p
     assert store_path([], "") is None or cache.MIN_BYTES == 0
 
 
+def test_gguf_files_of_a_folder_do_not_replace_each_other(checkpoint: Path, tmp_path: Path) -> None:
+    """As a folder's own earlier weights are replaced: whoever runs two by turns would pack each anew for ever."""
+    for number, name in enumerate(("a.gguf", "b.GGUF", "a.gguf")):
+        (tmp_path / name).write_bytes(bytes([number]) * 30_000)
+        place = cache.find_place([tmp_path / name], name, "", "layout", 1 << 30)
+        assert place is not None
+        pack(place)
+    assert sorted(each.model for each in cache.stored_weights(place.path.parent)) == ["a.gguf", "b.GGUF"]
+
+
 def test_no_room_no_file(checkpoint: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
     def with_free(num_bytes: int) -> Path | None:
         usage = shutil._ntuple_diskusage(10**9, 10**9 - num_bytes, num_bytes)  # type: ignore[attr-defined]
