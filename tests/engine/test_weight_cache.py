@@ -39,6 +39,16 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, native: str) -> Path:
     return tmp_path / "cache" / "quire" / "packed"
 
 
+def fill(path: Path) -> None:
+    """Write random weights beside a config.json."""
+    shapes = build_model(
+        ModelConfig.from_pretrained(str(path), load_format="dummy"), select_backend("reference")
+    ).checkpoint_shapes()
+    generator = torch.Generator().manual_seed(3)
+    tensors = {name: torch.randn(shape, generator=generator) * 0.2 for name, shape in shapes.items()}
+    save_file(tensors, path / "model.safetensors")
+
+
 @pytest.fixture(params=["llama", "gpt2"])
 def model(request: pytest.FixtureRequest, family_dirs: dict[str, Path], tmp_path: Path) -> Path:
     """A checkpoint of random weights: with merged layers, or with biases and transposed matrices."""
@@ -46,12 +56,7 @@ def model(request: pytest.FixtureRequest, family_dirs: dict[str, Path], tmp_path
     path.mkdir()
     config = json.loads((family_dirs[request.param] / "config.json").read_text())
     (path / "config.json").write_text(json.dumps(config))
-    shapes = build_model(
-        ModelConfig.from_pretrained(str(path), load_format="dummy"), select_backend("reference")
-    ).checkpoint_shapes()
-    generator = torch.Generator().manual_seed(3)
-    tensors = {name: torch.randn(shape, generator=generator) * 0.2 for name, shape in shapes.items()}
-    save_file(tensors, path / "model.safetensors")
+    fill(path)
     return path
 
 
@@ -101,6 +106,26 @@ def test_the_second_start_is_filled(cache: Path, model: Path, options: dict[str,
     no_packing()
     assert start(model, **options) == plain
     assert files(cache) == [file]
+
+
+@pytest.mark.parametrize("model", ["llama"], indirect=True)
+@pytest.mark.parametrize(
+    ("family", "right", "wrong"),
+    [
+        ("glm4", {"head_dim": 16}, {"partial_rotary_factor": 1.0}),
+        ("cohere2", {"sliding_window": 16, "sliding_window_pattern": 2}, {"sliding_window": None}),
+    ],
+)
+def test_a_rotation_that_is_put_right_is_of_other_rows(
+    cache: Path, model: Path, family: str, right: dict[str, Any], wrong: dict[str, Any]
+) -> None:
+    """Rows that rotate together are brought together as they are packed: by config.json alone, files are the same."""
+    config = json.loads((model / "config.json").read_text()) | {"architectures": None, "model_type": family} | right
+    (model / "config.json").write_text(json.dumps(config))
+    fill(model)
+    plain = start(model, weight_cache=False)
+    assert start(model, hf_overrides=wrong) != plain
+    assert start(model) == plain
 
 
 @pytest.mark.parametrize("model", ["llama"], indirect=True)

@@ -22,7 +22,7 @@ from quire.config.model import ModelConfig
 
 logger = logging.getLogger(__name__)
 
-FORMAT = 6  # raised when csrc/pack.h changes what is in a tile, or this file the manifest
+FORMAT = 7  # raised when csrc/pack.h changes what is in a tile, or this file the manifest or its names
 MIN_BYTES = 64 * 2**20  # smaller checkpoints are packed faster than they are worth a file
 _SAMPLES = 256  # places all over a file of the checkpoint that are read to tell it from others
 _SAMPLE = 4096  # bytes read at each
@@ -82,8 +82,9 @@ def cache_folder() -> Path | None:
 def place_of(config: ModelConfig, quantization: str | None, limit: int, part: Sequence[int | str]) -> StorePlace | None:
     """The place of a model's packed weights, of one rank's part where there are several, or None: see `find_place`."""
     names = ("vocab_size", "hidden_size", "intermediate_size", "num_layers", "num_heads", "num_kv_heads", "head_dim")
-    shapes = [getattr(config, name) for name in names]
-    layout = json.dumps([config.architecture, config.dtype, quantization, shapes, config.tie_word_embeddings, *part])
+    shapes = [getattr(config, name) for name in (*names, "tie_word_embeddings", "layer_windows")]
+    rotated = [each.get("partial_rotary_factor") for each in (config.hf_config, config.rope_parameters)]
+    layout = json.dumps([config.architecture, config.dtype, quantization, shapes, rotated, *part])
     weights = config.dtype if quantization is None else f"{quantization} ({config.dtype})"
     return find_place(weight_files(config.path), config.model, weights, layout, limit)
 
@@ -93,7 +94,7 @@ def find_place(files: Iterable[Path], model: str, weights: str, layout: str, lim
 
     Args:
         files: the checkpoint's *.safetensors.
-        layout: all that decides what is in the file beside the checkpoint: shapes and format.
+        layout: all that decides what is in the file beside the checkpoint: shapes, format, and which rows rotate.
         model, weights, limit: see `StorePlace`.
     """
     files = sorted(files)
