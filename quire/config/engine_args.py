@@ -26,7 +26,7 @@ from quire.utils.values import decimal
 logger = logging.getLogger(__name__)
 
 _SWAP_SPACE_FOR_DISK = 1.0  # GiB, where nothing else is said
-_Method = Literal[MadeMethod, KeptMethod, "gguf"]
+_Method = Literal[MadeMethod, KeptMethod, "gguf", "gptq_marlin", "awq_marlin"]
 _Kernels = Literal["auto", "amx", "avx512_bf16", "avx512_vnni", "avx2", "neon_bf16", "neon_dot", "portable", "torch"]
 MAX_LORA_RANK = 256
 _OF_MODEL = ("dtype", "device", "max_model_len", "revision", "seed", "hf_overrides", "load_format", "download_dir")

@@ -70,7 +70,7 @@ def check_method(requested: str | None, config: Mapping[str, Any], model: str, o
     Raises:
         ConfigError: the one asked for contradicts what the checkpoint says.
     """
-    found = config.get("quantization_config")
+    found, requested = config.get("quantization_config"), requested and requested.removesuffix("_marlin")  # as vLLM
     method = found["quant_method"] if found else None
     made = requested in (None, *MADE_METHODS) or (on_gpu and requested == "fp8")
     if found and requested not in (None, method):

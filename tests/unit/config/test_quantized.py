@@ -60,11 +60,18 @@ def test_methods_are_recognized(tmp_path: Path, stated: dict[str, Any] | None, f
         assert EngineArgs(path, quantization=method).resolve().quantization == method  # pyright: ignore[reportArgumentType]
 
 
+@pytest.mark.parametrize(("stated", "asked"), [(GPTQ, "gptq_marlin"), (AWQ, "awq_marlin")])
+def test_vllms_names_of_kernels_are_those_of_methods(tmp_path: Path, stated: dict[str, Any], asked: Any) -> None:
+    config = EngineArgs(write(tmp_path, stated), quantization=asked).resolve()
+    assert config.quantization == stated["quant_method"]
+
+
 @pytest.mark.parametrize(
     ("stated", "asked", "message"),
     [
         (GPTQ, "int8", r"quantization='int8' contradicts model .* quantized already \(gptq\)"),
         (GPTQ, "awq", r"quantization='awq' contradicts model .* quantized already \(gptq\)"),
+        (GPTQ, "awq_marlin", r"quantization='awq' contradicts model .* quantized already \(gptq\)"),
         (None, "awq", "quantization='awq' contradicts model .* choose one of 'int8', 'int4', 'w8a8', 'w4a8', made"),
     ],
 )
