@@ -150,19 +150,20 @@ class KVManager:
         """As `match_prefix`, of what was swapped out of the sequence alone."""
         return NO_MATCH if table.swapped is None else self._match(table, table.swapped.num_tokens)
 
-    def shortage(self, table: BlockTable, match: PrefixMatch, num_new_tokens: int) -> int:
+    def shortage(self, table: BlockTable, match: PrefixMatch, num_new_tokens: int, spares: bool = False) -> int:
         """Blocks missing to admit a sequence whose first step computes so many tokens; zero or less when it fits.
 
         Of the group that lacks most. Full groups are asked for all known tokens, windowed ones for the first step's.
+        `spares`: each group is to keep one block in a hundred free.
         """
         missing = -sys.maxsize
         for number, group in enumerate(self._groups):
             found = match.block_ids[number] if match.block_ids else []
             num_fresh = group.num_admitted(table.num_tokens, match.num_tokens + num_new_tokens) - len(found)
             num_free_hits = group.num_free_among(found[group.first_visible(match.num_tokens) :])
-            if match.num_from_host:
-                num_fresh += sum(1 for block in found if block < 0)
-            missing = max(missing, num_fresh + num_free_hits - group.pool.num_free)
+            num_fresh += match.num_from_host and sum(block < 0 for block in found)
+            num_spare = group.pool.num_blocks // 100 if spares else 0
+            missing = max(missing, num_fresh + num_free_hits + num_spare - group.pool.num_free)
         return missing
 
     def allocate(self, table: BlockTable, match: PrefixMatch, num_new_tokens: int) -> None:

@@ -51,8 +51,6 @@ class Planner:
         self.preparing: dict[int, Sequence] = {}
         self.counts = PlanCounts()
         self._config, self._kv = config, kv
-        # Left free at admission so that what runs can grow a little before anything is preempted again.
-        self._num_spare_blocks = kv.num_blocks[0] // 100
         self._removed: list[int] = []  # rows for the worker to drop with the next plan
         self.ended: dict[str, None] = {}
         self._forks: dict[int, Fork] = {}  # rows for it to copy, by the new sequence
@@ -367,11 +365,13 @@ class Planner:
             there is no room.
         """
         kv, table, running = self._kv, sequence.table, self.running
-        num_short = kv.shortage(table, match, num_new_tokens) + (self._num_spare_blocks if running else 0)
+        # What runs can grow a little before anything is preempted again.
+        num_short = kv.shortage(table, match, num_new_tokens, spares=bool(running))
         if len(running) < self.max_running and num_short <= 0:
             return num_new_tokens
         outranked = self._outranked_by(sequence)
-        if running and num_short > sum(max(map(len, victim.table.block_ids)) for victim in outranked):
+        can_free = sum(max(map(len, victim.table.block_ids)) for victim in outranked)
+        if running and (num_short > can_free or len(running) - len(outranked) >= self.max_running):
             return 0
         while len(running) >= self.max_running or kv.shortage(table, match, num_new_tokens) > 0:
             if outranked:

@@ -34,13 +34,15 @@ class Driver:
         num_blocks: int = 100,
         caching: bool = True,
         make_continuation: Callable[[SamplingTask], Continuation] = continuation_of,
+        windows: dict[int, int] | None = None,
         **config: Any,
     ) -> None:
+        """`windows`: of further KV groups, and the blocks of each."""
         config = {"max_model_len": 200, "max_num_batched_tokens": 100, "max_num_seqs": 8, **config}
-        groups = [CacheGroup(layers=[0])]
-        layout = CacheLayout(
-            block_size=4, groups=groups, num_blocks=[num_blocks], max_model_len=config["max_model_len"]
-        )
+        windows = windows or {}
+        groups = [CacheGroup(layers=[number], window=window) for number, window in enumerate([None, *windows])]
+        counts = [num_blocks, *windows.values()]
+        layout = CacheLayout(block_size=4, groups=groups, num_blocks=counts, max_model_len=config["max_model_len"])
         self.kv = KVManager(layout, caching)
         self.scheduler = Scheduler(SchedulerConfig(**config), self.kv, make_continuation)
         self.plan: StepPlan | None = None

@@ -32,6 +32,19 @@ def test_lower_limits_hold_as_sequences_end(driver) -> None:
     assert set(d.finish()) == {f"{name}/0" for name in "cdef"}
 
 
+def test_nobody_is_pushed_out_for_one_that_a_lower_limit_keeps_out(driver) -> None:
+    d = driver(policy="priority", max_num_seqs=3)
+    for name, priority in (("a", 0), ("b", 0), ("late", 1)):
+        d.add(name, 4, priority=priority)
+    d.step()
+    d.scheduler.set_limits({"max_num_seqs": 2})
+    d.add("c", 4, priority=0)
+    assert d.schedule() == {"a": 1, "b": 1, "late": 1}, "with its place there would be none for c"
+    assert d.num_preemptions() == 0
+    d.update()
+    d.finish()
+
+
 def test_another_policy_orders_those_that_wait_anew(driver) -> None:
     d = driver(max_num_seqs=1)
     d.add("running", 4, max_tokens=2)

@@ -114,6 +114,19 @@ def test_a_big_request_at_the_front_is_not_overtaken(driver) -> None:
     assert d.why("nobody") is None
 
 
+def test_each_group_of_blocks_has_its_own_share_to_spare(driver) -> None:
+    """A window's group is small beside that of full attention: a share of the larger may be all that it has."""
+    d = driver(num_blocks=10_000, windows={8: 60})
+    for name in "abcd":
+        d.add(name, 3)
+    assert d.schedule() == {"a": 3, "b": 3, "c": 3, "d": 3}
+    for num_tokens in (197 * 4, 197 * 4 + 1):
+        d = driver(num_blocks=200, max_model_len=1000, max_num_batched_tokens=1000)
+        d.add("a", 4)
+        d.add("b", num_tokens, max_tokens=2)
+        assert ("b" in d.schedule()) == (num_tokens == 197 * 4), "two of 200 blocks are left free"
+
+
 def test_reasons_to_wait(driver) -> None:
     d = driver(max_num_seqs=1, max_num_batched_tokens=8)
     d.add("a", 20)
