@@ -118,10 +118,10 @@ class ReplicatedCore:
         while (reply := self._replies.pop(call_id, None)) is None:
             self._check_alive()
             self._take()
+        if name in ("sleep", "wake_up"):  # whatever became of it: one engine may have done it
+            self._sleeps = self.call("is_sleeping")
         if reply.fault is not None:
             raise reply.fault.error()
-        if name in ("sleep", "wake_up"):
-            self._sleeps = self.call("is_sleeping")
         return reply.value
 
     def _take(self) -> None:
@@ -150,8 +150,7 @@ class ReplicatedCore:
         wrong = isinstance(error, InvalidRequestError)
         kind = FailureKind.BAD_REQUEST if wrong else FailureKind.INTERNAL
         failure = Failure(kind, str(error), (error.param if wrong else None) or "prompts")
-        for index in left:
-            self._outputs.append(SequenceOutput(event.request_id, index, [], finish_reason="error", failure=failure))
+        self._outputs += [SequenceOutput(event.request_id, i, [], finish_reason="error", failure=failure) for i in left]
 
     def _drop(self, request_id: str, index: int) -> None:
         """A sequence has ended, and perhaps its request."""

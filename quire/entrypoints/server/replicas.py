@@ -31,6 +31,7 @@ from quire.kvcache.prefix import BlockHasher, root_hash
 from quire.protocol.core import Abort, Add, Call, Command, Dead, Event, Fault, Finish, News, Ready, Refused, Reply
 from quire.protocol.requests import NewRequest, SamplingTask
 from quire.protocol.stats import EngineStats
+from quire.protocol.step import SequenceOutput
 from quire.sampling_params import SamplingParams
 from quire.scheduler.live_limits import limits_of
 from quire.utils.logs import logger
@@ -144,10 +145,9 @@ class ReplicasClient:
                 route = self._routes[request.request_id] = _Route(request)
                 self._place(route)
             case Abort(request_ids):
-                for request_id in request_ids:
-                    if (route := self._routes.get(request_id)) is not None:
-                        route.aborted = True
-                        self._tell(route, Abort([request_id]))
+                for route in [self._routes[own] for own in request_ids if own in self._routes]:
+                    route.aborted = True
+                    self._tell(route, Abort([route.request_id]))
             case Finish(sequences):
                 for request_id, index in sequences:
                     if (route := self._routes.get(request_id)) is not None:
@@ -161,11 +161,8 @@ class ReplicasClient:
 
     def states(self) -> list[Engine]:
         """Of each engine, by rank."""
-        loads = self._router.loads
-        return [
-            Engine(rank=r.rank, state=r.state, num_requests=loads[r.rank], num_restarts=r.num_restarts)
-            for r in self._replicas
-        ]
+        num, ours = self._router.loads, self._replicas
+        return [Engine(rank=r.rank, state=r.state, num_requests=num[r.rank], num_restarts=r.num_restarts) for r in ours]
 
     def restart(self, rank: int) -> None:
         """Send an engine nothing more, and start it anew once it has finished what it has; returns at once.
@@ -175,8 +172,7 @@ class ReplicasClient:
         """
         up = [replica.rank for replica in self._replicas if replica.state == "up"]
         if rank not in up or len(up) == 1:
-            why = f"engine {rank} can't restart: it and another have to be up, and {up} are."
-            raise InvalidRequestError(why, "rank")
+            raise InvalidRequestError(f"engine {rank} can't restart: it and another must be up; {up} are.", "rank")
         logger.info("engine %d finishes its requests (%d), and starts anew then", rank, self._router.loads[rank])
         self._drain(self._replicas[rank])
 
@@ -202,9 +198,13 @@ class ReplicasClient:
     # Requests.
 
     def _tell(self, route: _Route, command: Command) -> None:
-        """What concerns a request, where it is; one that waits for an engine is told when it is sent on."""
+        """What concerns a request, where it is; one that waits for an engine is told when it is sent on, or aborted."""
         if route.rank is not None:
             self._replicas[route.rank].client.send(command)
+        elif isinstance(command, Abort):  # no engine will say so, nor has begun it
+            self._drop(route)
+            ended = [SequenceOutput(route.request_id, i, [], finish_reason="abort") for i in sorted(route.left)]
+            self._on_event(News(ended, [], now := time.monotonic(), now, self._totals))
 
     def _place(self, route: _Route) -> None:
         """Send a request on, or leave it until there is an engine that takes it."""
@@ -218,9 +218,8 @@ class ReplicasClient:
         """Of the blocks of a prompt's beginning."""
         if not (self._router.uses_names and self._args.enable_prefix_caching):
             return []
-        digest = b"" if request.adapter is None else request.adapter.digest
-        length = _MOST_HASHED * self._hasher.block_size
-        return self._hasher.names(root_hash(request.cache_salt, digest), request.prompt_token_ids[:length])
+        root = root_hash(request.cache_salt, b"" if request.adapter is None else request.adapter.digest)
+        return self._hasher.names(root, request.prompt_token_ids[: _MOST_HASHED * self._hasher.block_size])
 
     def _end(self, route: _Route, index: int) -> None:
         """A sequence has ended, and perhaps its request."""
@@ -278,11 +277,10 @@ class ReplicasClient:
     def _lose(self, replica: _Replica, error: EngineDeadError) -> None:
         """An engine is dead: move what it had not begun, once; end the rest; start it again."""
         self._leave(replica, str(error))
-        routes = [route for route in self._routes.values() if route.rank == replica.rank]
         self._router.loads[replica.rank] = 0
         if not any(other.serves for other in self._replicas):
             return self._on_event(Dead(f"{error} No other engine is up"))
-        for route in routes:
+        for route in [route for route in self._routes.values() if route.rank == replica.rank]:
             if route.request is None or route.moved:
                 del self._routes[route.request_id]
                 reason = f"{error} This request is not complete; another try goes to another engine."
@@ -304,8 +302,7 @@ class ReplicasClient:
         replica.pinning.clear()
         for call_id in list(self._calls):
             self._collect(replica.rank, Reply(call_id, fault=Fault.of(RequestFailedError(reason))))
-        now, idle = time.monotonic(), EngineStats()
-        self._on_event(self._with_totals(replica.rank, News([], [], now, now, idle)))
+        self._on_event(self._with_totals(replica.rank, News([], [], now := time.monotonic(), now, EngineStats())))
 
     # Calls, which go to all.
 
@@ -320,6 +317,9 @@ class ReplicasClient:
 
     def _ask(self, replica: _Replica, call: Call) -> None:
         """Pass a call on; a prompt to be pinned is computed before."""
+        if call.name == "unpin_prefix":  # nor does one that came back pin it, once it has computed it
+            told, pins = (_NO_ANSWER, call.arguments[0]), replica.pinning
+            replica.pinning = {own: pin for own, pin in pins.items() if (pin.call_id, pin.arguments[0]) != told}
         if call.name != "pin_prefix":
             return replica.client.send(call)
         name, token_ids, cache_salt = call.arguments
@@ -345,10 +345,11 @@ class ReplicasClient:
                 replies[rank] = reply
         if not missing:
             del self._calls[reply.call_id]
-            answer = total_reply([replies[rank] for rank in sorted(replies)] or [reply])
+            holds = any if call.name == "is_sleeping" else all
+            answer = total_reply([replies[rank] for rank in sorted(replies)] or [reply], holds)
             if answer.fault is None:
                 self._remember(call, answer)
-            elif call.name == "pin_prefix" and call.arguments[0] not in self._pins:
+            elif call.name == "pin_prefix" and call.arguments[0] not in [*self._pins]:
                 self._call(Call(_NO_ANSWER, "unpin_prefix", call.arguments[:1]))  # all have it, or none
             elif call.name == "update_weights":  # likewise: those that have other weights begin anew, with the others'
                 for changed in [own for own, each in replies.items() if each.value]:

@@ -3,7 +3,7 @@
 `replicas` answers calls with it and sums up stats. It knows the forms of messages, and nothing of who sent them.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from itertools import zip_longest
 from typing import Any
 
@@ -30,15 +30,15 @@ def total_snapshot(snapshots: Sequence[EngineSnapshot]) -> EngineSnapshot:
     )
 
 
-def total_reply(replies: Sequence[Reply]) -> Reply:
-    """One answer to a call that went to all: the first error; snapshots joined; True where all (of bool) agree."""
+def total_reply(replies: Sequence[Reply], holds: Callable[[list[Any]], bool] = all) -> Reply:
+    """One answer to a call that went to all: the first error; snapshots joined; of bools, True where that holds."""
     first = next((reply for reply in replies if reply.fault is not None), replies[0])
     values: list[Any] = [reply.value for reply in replies]  # of one kind, as the calls were equal
     if first.fault is None and isinstance(first.value, EngineSnapshot):
         return Reply(first.call_id, total_snapshot(values))
     if first.fault is None and isinstance(first.value, Returned):
         return Reply(first.call_id, Returned([each for value in values for each in value.values]))
-    return Reply(first.call_id, all(values)) if isinstance(first.value, bool) else first
+    return Reply(first.call_id, holds(values)) if isinstance(first.value, bool) else first
 
 
 def _total(name: str, values: Sequence[Any]) -> Any:

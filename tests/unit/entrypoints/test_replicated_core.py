@@ -14,7 +14,13 @@ from quire import LLM, SamplingParams
 from quire.config.engine_args import EngineArgs
 from quire.entrypoints import replicated_core
 from quire.entrypoints.replicated_core import ReplicatedCore
-from quire.errors import EngineDeadError, InvalidRequestError, NotYetSupportedError, OverloadedError
+from quire.errors import (
+    EngineDeadError,
+    InvalidRequestError,
+    NotYetSupportedError,
+    OverloadedError,
+    RequestFailedError,
+)
 from quire.protocol.core import Abort, Add, Call, Command, Dead, Event, Fault, Finish, News, Ready, Refused, Reply
 from quire.protocol.requests import NewRequest, SamplingTask
 from quire.protocol.stats import EngineSnapshot, EngineStats
@@ -193,3 +199,19 @@ def test_llm_says_which_prompt_was_refused(monkeypatch: pytest.MonkeyPatch) -> N
 def test_engines_that_torchrun_started_are_no_replicas() -> None:
     with pytest.raises(NotYetSupportedError, match="external_launcher"):
         LLM("demo", data_parallel_size=2, distributed_executor_backend="external_launcher")
+
+
+def test_what_failed_on_one_engine_may_have_put_another_to_sleep(client: Any) -> None:
+    core: ReplicatedCore = client.core
+    fault = Fault.of(RequestFailedError("no memory"))
+
+    def answer(command: Command) -> Event | None:
+        if not isinstance(command, Call):
+            return None
+        return Reply(command.call_id, True) if command.name == "is_sleeping" else Reply(command.call_id, fault=fault)
+
+    client.answer = answer
+    with pytest.raises(RequestFailedError, match="no memory"):
+        core.call("sleep", 1)
+    with pytest.raises(OverloadedError, match="the engines sleep"):
+        core.add(request("a"))

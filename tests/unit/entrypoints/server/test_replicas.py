@@ -218,6 +218,26 @@ def test_an_engine_that_does_not_start_is_tried_again(monkeypatch: pytest.Monkey
     play(scene)
 
 
+def test_an_abort_of_what_waits_for_an_engine_is_heard_at_once() -> None:
+    async def scene(world: World) -> None:
+        FakeEngine.refuses_to_start = 100
+        world.engines[world.add("a")].say(Dead("it broke"))
+        assert [state.state for state in world.client.states()] == ["starting", "up"]
+        world.client._drain(world.client._replicas[1])
+        task = SamplingTask(params=SamplingParams(n=2), max_tokens=4, stop_token_ids=frozenset(), seed=0)
+        world.client.send(Add(NewRequest(request_id="waits", prompt_token_ids=[1], task=task)))
+        world.events.clear()
+        world.client.send(Abort(["waits"]))
+        (news,) = world.events
+        assert isinstance(news, News)
+        assert [(item.sequence_index, item.finish_reason) for item in news.outputs] == [(0, "abort"), (1, "abort")]
+        world.client.send(Abort(["waits"]))
+        assert world.events == [news]
+        assert "waits" not in world.client._routes
+
+    play(scene)
+
+
 def test_restart_waits_for_requests_and_keeps_one_engine() -> None:
     async def scene(world: World) -> None:
         old = world.engines[0]
@@ -353,6 +373,47 @@ def test_a_prefix_is_pinned_everywhere_or_nowhere() -> None:
         assert Reply(2, fault=NO_ROOM) in world.events
         for engine in world.engines:
             assert engine.sent[-1] == Call(-1, "unpin_prefix", ["p"])
+
+    play(scene)
+
+
+def test_what_is_unpinned_while_a_returned_engine_computes_it_is_pinned_nowhere() -> None:
+    async def scene(world: World) -> None:
+        for number, name in enumerate("pq"):
+            world.client.send(Call(number, "pin_prefix", [name, [1, 2], None]))
+            for engine in world.engines:
+                engine.news(engine.ids()[-1], "length")
+                engine.say(Reply(number))
+        world.client.restart(1)
+        await world.until_up()
+        world.client.send(Call(7, "unpin_prefix", ["p"]))
+        new = world.engines[1]
+        for request_id in new.ids():
+            new.news(request_id, "length")
+        assert [call.arguments[0] for call in new.sent if isinstance(call, Call) and call.name == "pin_prefix"] == ["q"]
+
+    play(scene)
+
+
+def test_a_name_that_is_none_is_refused_by_all() -> None:
+    async def scene(world: World) -> None:
+        world.client.send(Call(2, "pin_prefix", [["p"], [1, 2], None]))
+        for engine in world.engines:
+            engine.news(engine.ids()[0], "length")
+            engine.say(Reply(2, fault=NO_ROOM))
+        assert Reply(2, fault=NO_ROOM) in world.events
+
+    play(scene)
+
+
+def test_engines_sleep_where_one_does() -> None:
+    """As after a wake-up that failed on one, which may be tried again."""
+
+    async def scene(world: World) -> None:
+        world.client.send(Call(1, "is_sleeping"))
+        for engine, value in zip(world.engines, (True, False), strict=True):
+            engine.say(Reply(1, value))
+        assert world.events == [Reply(1, True)]
 
     play(scene)
 
