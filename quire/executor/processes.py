@@ -41,18 +41,20 @@ class Processes:
         if num_ranks > (num_cores := len(os.sched_getaffinity(0))):
             logger.warning(f"{num_ranks} ranks on {num_cores} cores: slower; lower tensor_ or pipeline_parallel_size")
         memories = [make_memory(lines_bytes(num_ranks))]
-        if num_ranks > 1:
-            memories.append(make_memory(shared_bytes(config)))
-            config = dataclasses.replace(config, group=f"/proc/self/fd/{memories[1]}")
-        self._lines = Lines.of(memories[0], num_ranks)
-        for rank, cpus in enumerate(cpus_of_ranks(self._bind, num_ranks)):
-            numbers = (memories[0], rank, num_ranks, len(cpus) or max(1, num_cores // num_ranks))
-            arguments = (logging.getLevelName(logger.getEffectiveLevel()), *map(str, numbers))
-            self.processes.append(start_child("quire.entrypoints.worker", *arguments, shares=memories))
-            with contextlib.suppress(OSError):  # a container may forbid it: the worker runs anywhere then
-                os.sched_setaffinity(self.processes[rank].pid, cpus or os.sched_getaffinity(0))
-        for memory in memories:
-            os.close(memory)
+        try:
+            if num_ranks > 1:
+                memories.append(make_memory(shared_bytes(config)))
+                config = dataclasses.replace(config, group=f"/proc/self/fd/{memories[1]}")
+            self._lines = Lines.of(memories[0], num_ranks)
+            for rank, cpus in enumerate(cpus_of_ranks(self._bind, num_ranks)):
+                numbers = (memories[0], rank, num_ranks, len(cpus) or max(1, num_cores // num_ranks))
+                arguments = (logging.getLevelName(logger.getEffectiveLevel()), *map(str, numbers))
+                self.processes.append(start_child("quire.entrypoints.worker", *arguments, shares=memories))
+                with contextlib.suppress(OSError):  # a container may forbid it: the worker runs anywhere then
+                    os.sched_setaffinity(self.processes[rank].pid, cpus or os.sched_getaffinity(0))
+        finally:
+            for memory in memories:
+                os.close(memory)
         self._beats, self._silent = [0] * num_ranks, [0] * num_ranks  # silent for so many looks
         return config
 
@@ -64,9 +66,8 @@ class Processes:
 
     def look(self, ready: bool) -> tuple[int, str] | None:
         for rank, process in enumerate(self.processes):
-            beat = self._lines.beats[rank]
-            self._silent[rank] = self._silent[rank] + 1 if beat == self._beats[rank] else 0
-            self._beats[rank] = beat
+            last, self._beats[rank] = self._beats[rank], self._lines.beats[rank]
+            self._silent[rank] = self._silent[rank] + 1 if self._beats[rank] == last else 0
             if (code := process.poll()) is not None:
                 return rank, f"ended unexpectedly ({how_it_ended(code)})"
             # While libraries are loaded there may be no beat for long, unless it was stopped.
@@ -88,5 +89,4 @@ class Processes:
             process.kill()
         for process in self.processes:
             process.wait()
-            if process.stdin is not None:
-                process.stdin.close()
+            process.stdin.close()  # type: ignore[union-attr]  (`start_child` gives it one)
