@@ -94,7 +94,6 @@ class Monitor:
             start = time.monotonic()
             await asyncio.sleep(interval)
             # Where it was this process that stopped (Ctrl-Z, a frozen container), signs of life are yet to be read.
-            late = time.monotonic() - start > 2 * interval
-            if not late and (seconds := self._client.seconds_stuck()) > limit:
+            if time.monotonic() - start <= 2 * interval and (seconds := self._client.seconds_stuck()) > limit:
                 self.die("it gave no sign of life" + (f" for {limit:g} s" if seconds < math.inf else ""))
                 await asyncio.to_thread(self._client.close)

@@ -512,6 +512,25 @@ def test_requests_that_wait_in_a_pause_hear_of_the_end() -> None:
     llm.shutdown()
 
 
+def test_an_engine_that_died_while_no_loop_ran_is_dead(monkeypatch: pytest.MonkeyPatch) -> None:
+    llm = AsyncLLM.from_engine_args(ARGS, options=AsyncOptions(engine="thread", log_level="error"))
+
+    def check() -> None:
+        raise EngineDeadError("a worker is gone")
+
+    client: Any = llm._client
+    monkeypatch.setattr(client.core.executor, "check", check)
+    client._thread.join(10)  # it looks once a second
+
+    async def ask() -> None:
+        async with asyncio.timeout(10):
+            await Engine(llm, asyncio.Runner()).collect("x", SamplingParams(max_tokens=1))
+
+    with pytest.raises(EngineDeadError, match="no sign of life"):
+        asyncio.run(ask())
+    llm.shutdown()
+
+
 def test_logits_processors_need_the_thread() -> None:
     def only_seven(output_ids: list[int], logits: Any) -> Any:
         logits[:] = -1e9

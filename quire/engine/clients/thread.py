@@ -6,6 +6,7 @@ Python, `apply_model`.
 
 import asyncio
 import contextlib
+import math
 import queue
 import threading
 import time
@@ -53,7 +54,8 @@ class ThreadClient:
         self._commands.put(command)
 
     def seconds_stuck(self) -> float:
-        start = self._loop.step_start
+        # Of an end that came while no event loop ran nobody has heard.
+        start = self._loop.step_start if self._thread.is_alive() else -math.inf
         return 0.0 if start is None else time.monotonic() - start
 
     def close(self) -> None:
