@@ -46,8 +46,7 @@ class Admission:
             why = f"{num_requests} prompts are too many at once: this engine holds at most {most}; send fewer."
             raise InvalidRequestError(why, "prompt")
         # Where nothing waits in the engine, some of those queued are about to run.
-        places = seats - (num_open - queued)
-        if queued + num_requests > limit + (0 if num_waiting else max(0, places)):
+        if queued + num_requests > limit + (0 if num_waiting else max(0, seats - (num_open - queued))):
             raise OverloadedError(f"{queued} requests are queued already, and {limit} may be; try again later.")
 
     def pause(self, keeps: bool) -> None:

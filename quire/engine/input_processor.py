@@ -86,10 +86,7 @@ class InputProcessor:
                     raise InvalidRequestError(f"{name} needs a tokenizer, but skip_tokenizer_init=True.", name)
             params.detokenize = False
         text, token_ids, cache_salt = _read_prompt(prompt)
-        if token_ids is None:
-            token_ids = self._encode(text, params, add_special_tokens)
-        else:
-            token_ids = self._check_token_ids(token_ids)
+        token_ids = self._encode(text, params, add_special_tokens) if token_ids is None else self._checked(token_ids)
         if keep is not None:
             # -1 keeps as much as the context allows, with room for one output token.
             token_ids = token_ids[-(keep if keep > 0 else limit - 1) :]
@@ -148,6 +145,11 @@ class InputProcessor:
         )
         facts = msgspec.structs.asdict(terms) | {"arrival_time": arrival, "cache_salt": prompt.cache_salt}
         request = NewRequest(request_id=request_id, prompt_token_ids=token_ids, task=task, **facts)
+        if not self._calls_functions or self._config.args.num_ranks > 1:
+            try:  # now, as a step's plan that holds it could not be sent either
+                msgspec.msgpack.encode(request)
+            except (TypeError, ValueError, OverflowError) as error:
+                raise InvalidRequestError(f"the request can't be sent to the engine: {error}; drop that.") from None
         return ProcessedInput(request, prompt.text, params)
 
     def _encode(self, text: Any, params: SamplingParams, add_special_tokens: bool) -> list[int]:
@@ -171,7 +173,7 @@ class InputProcessor:
             raise bad_prompt(f"{why}. Drop it from the text, or use a tokenizer made for this model.")
         return token_ids
 
-    def _check_token_ids(self, token_ids: Any) -> list[int]:
+    def _checked(self, token_ids: Any) -> list[int]:
         if isinstance(token_ids, str | bytes | bytearray | memoryview) or not isinstance(token_ids, Iterable):
             raise bad_prompt(f"prompt_token_ids must be a list of ints, got {type(token_ids).__name__}.")
         ids = list(token_ids)
@@ -205,7 +207,7 @@ class InputProcessor:
 
     def _seed(self, request_id: str) -> int:
         """A seed for a request without one: the same for the same engine seed and request id, in every run."""
-        key = f"{self._config.args.seed}:{request_id}".encode()
+        key = f"{self._config.args.seed}:{request_id}".encode("utf-8", "surrogatepass")
         return int.from_bytes(hashlib.blake2b(key, digest_size=8).digest(), "little")
 
 

@@ -25,8 +25,7 @@ def check_terms(terms: Terms, policy: str) -> None:
     if terms is NO_TERMS:
         return
     for name, (kind, over, needed) in _OF_POLICIES.items():
-        value = getattr(terms, name)
-        if value is getattr(NO_TERMS, name):
+        if (value := getattr(terms, name)) is getattr(NO_TERMS, name):
             continue
         try:
             check_number(name, value, kind, over=over)

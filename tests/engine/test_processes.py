@@ -185,6 +185,32 @@ def test_ranks_that_reduce_answer_alike_alone_and_in_batches() -> None:
 
 
 @pytest.mark.slow
+def test_what_can_not_be_sent_is_refused_and_the_engine_goes_on() -> None:
+    llm = LLM("demo", num_kv_blocks=64, **MP)
+    bad: list[tuple[Any, dict[str, Any]]] = [
+        ({"prompt": "Once", "cache_salt": "\ud800"}, {}),
+        ("Once", {"stop": "\ud800"}),
+        ("Once", {"extra_args": {"a": object()}}),
+        ("Once", {"extra_args": {"a": 2**70}}),
+    ]
+    for prompt, params in bad:
+        with pytest.raises(InvalidRequestError, match="can't be sent to the engine: "):
+            llm.generate(prompt, SamplingParams(max_tokens=2, **params), use_tqdm=False)
+    with pytest.raises(InvalidRequestError, match="can't be sent to the engine: "):
+        llm.llm_engine.add_request("\ud800", "Once", SamplingParams(max_tokens=2))
+    (output,) = llm.generate("Once", SamplingParams(max_tokens=2, extra_args={"a": [1]}), use_tqdm=False)
+    assert len(output.outputs[0].token_ids) == 2
+
+
+@pytest.mark.slow
+def test_workers_end_where_no_engine_can_be_built() -> None:
+    with pytest.raises(ConfigError, match="max_model_len=256 needs") as caught:
+        LLM("demo", num_kv_blocks=1, block_size=16, max_model_len=256, **MP)
+    assert not marked(os.environ["QUIRE_TEST_MARK"]), "they have left, though somebody looks at the error"
+    assert caught.traceback
+
+
+@pytest.mark.slow
 def test_one_of_two_ranks_dies() -> None:
     llm = LLM(model="demo", tensor_parallel_size=2, num_kv_blocks=512)
     assert len(workers(llm)) == 2

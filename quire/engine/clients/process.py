@@ -87,8 +87,7 @@ class ProcessClient:
                     raise EngineDeadError(f"the engine's process ended while loading ({how_it_ended(code)}).")
                 num_stopped = num_stopped + 1 if code is None and is_stopped(self._process) else 0
                 if num_stopped > 5 * SILENCE_SECONDS:
-                    what = "the engine's process was stopped while loading (SIGSTOP)"
-                    raise EngineDeadError(f"{what}, and did not go on.")
+                    raise EngineDeadError("the engine's process was stopped while loading (SIGSTOP), for good.")
             event = self._decode(self._events.recv())
         if isinstance(event, Failed):
             raise event.fault.error()
