@@ -15,11 +15,13 @@ from simulated import SimulatedExecutor
 
 from quire.kvcache import prefix
 from quire.kvcache.disk import DiskTier
+from quire.kvcache.events import KVEventLog
 from quire.kvcache.groups import KVGroup
 from quire.kvcache.manager import KVManager
 from quire.kvcache.pool import BlockPool
 from quire.kvcache.swap import SwapSpace
 from quire.kvcache.table import BlockTable
+from quire.protocol.kv_events import BlockStored
 from quire.protocol.step import Moves
 from quire.scheduler import sequence
 from quire.scheduler.continuation import Branch
@@ -126,6 +128,23 @@ def a_commit_before_the_tokens_are_known(
     right(outcomes, sequence, num_new_tokens)
     if sequence.status is SequenceStatus.RUNNING and sequence.table.num_slots >= sequence.num_tokens:
         outcomes._kv.commit(sequence.table, sequence.num_tokens)
+
+
+# KV events.
+
+
+@plant(KVEventLog, "stored")
+def a_stored_block_that_is_not_told_of(
+    right: Callable[..., None], log: KVEventLog, table: BlockTable, start: int, stop: int, name: Any
+) -> None:
+    """Of several blocks that a step has filled, the last."""
+    right(log, table, start, stop - (stop - start > 1), name)
+
+
+@plant(KVEventLog, "take")
+def a_removal_told_before_what_came_before_it(right: Callable[..., list[Any]], log: KVEventLog) -> list[Any]:
+    """The events of a step are told in another order."""
+    return sorted(right(log), key=lambda event: isinstance(event, BlockStored))
 
 
 # Queues, rows and results.

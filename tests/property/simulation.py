@@ -2,14 +2,14 @@
 
 One or two plans are in flight, drafts are right with some probability, requests fork at their prompt's end or, as a
 `Grove`, in between; some have grammars; sequences fail, the executor raises, Ctrl-C comes at any time, the engine goes
-on elsewhere. What must hold is said by `world`. A failure names the command that shows it again; for long runs:
-`python tests/property/simulation.py --seeds 200 --steps 20000`.
+on elsewhere, holds what runs, or sleeps; some have two or three stages. What must hold is said by `world`. A failure
+names the command that shows it again; for long runs: `python tests/property/simulation.py --seeds 200 --steps 20000`.
 """
 
 import argparse
 import random
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 
 import msgspec
@@ -17,7 +17,7 @@ from expectation import EOS_TOKEN, STOP_TOKENS, USER_STOP_TOKEN
 from fake_grammars import NUM_LANGUAGES
 from world import VOCAB, Disturbance, Kind, World
 
-from quire.config.scheduler import SchedulerConfig
+from quire.config.scheduler import PolicyOptions, SchedulerConfig
 from quire.kvcache.groups import window_reach
 from quire.protocol.cache import CacheGroup, CacheLayout
 from quire.protocol.requests import NewRequest, SamplingTask
@@ -66,12 +66,14 @@ class Load:
         self.rng = rng
         self.world = world
         self.num_made = 0
+        self.odds = _odds(rng)  # of what seldom comes
         limit = world.config.max_model_len
         self.prefixes = [[rng.randrange(VOCAB) for _ in range(rng.randrange(1, limit))] for _ in range(4)]
 
-    def request(self) -> NewRequest:
+    def request(self, request_id: str | None = None) -> NewRequest:
         """A request; about one in twenty is refused."""
-        rng, limit = self.rng, self.world.config.max_model_len
+        rng, odds, limit = self.rng, self.odds, self.world.config.max_model_len
+        has_targets = self.world.scheduler.config.policy == "deadline" and odds.random() < 0.5
         prefix = rng.choice(self.prefixes)
         prompt = prefix[: rng.randrange(len(prefix) + 1)] + [rng.randrange(VOCAB) for _ in range(rng.randrange(1, 6))]
         max_tokens = rng.randrange(1, max(2, limit - len(prompt)))
@@ -92,7 +94,8 @@ class Load:
             params = self.beams(params)
         self.num_made += 1
         return NewRequest(
-            request_id=str(self.num_made if rng.random() < 0.99 else self.num_made - 1),  # an id in use, perhaps
+            # An id in use, perhaps.
+            request_id=request_id or str(self.num_made if rng.random() < 0.99 else self.num_made - 1),
             prompt_token_ids=prompt,
             task=SamplingTask(
                 params=params,
@@ -103,10 +106,12 @@ class Load:
                 first_sequence_index=rng.choice((0, 0, 0, 7)),
                 has_grammar=guided,
             ),
-            arrival_time=self.world.clock,
+            arrival_time=self.world.clock - (odds.random() if odds.random() < 0.1 else 0.0),
             priority=rng.randrange(3),
             cache_salt=rng.choice((None, None, None, "a", "b")),
             client=rng.choice((None, "a", "b", "c")),
+            ttft_target=odds.choice((0.1, 1.0, 10.0)) if has_targets else None,
+            tpot_target=odds.choice((None, 0.01, 0.1)) if has_targets else None,
         )
 
     def beams(self, params: SamplingParams) -> SamplingParams:
@@ -123,8 +128,11 @@ class Load:
         )
 
     def arrive(self) -> None:
-        """Add one request."""
-        request = self.request()
+        """Add one request, under the id of one that is aborted for it, perhaps."""
+        request_id = self.victim() if self.odds.random() < 0.05 else None
+        if request_id is not None:
+            self.world.abort(request_id)
+        request = self.request(request_id)
         faults = {}
         assert isinstance(request.task, SamplingTask)
         if self.rng.random() < 0.04:
@@ -146,6 +154,7 @@ class Load:
         policy = rng.choice(list(POLICIES))
         if may_change_policy:
             changes["policy"] = policy
+        changes |= some_options(self.odds, policy if may_change_policy else self.world.scheduler.config.policy)
         self.world.scheduler.set_limits(changes)
         self.world.ends["limits"] += 1
 
@@ -175,6 +184,22 @@ def fail() -> None:
     raise RuntimeError("injected")
 
 
+def _odds(rng: random.Random) -> random.Random:
+    """Numbers of their own, which take none of the others."""
+    return random.Random(str(rng.getstate()[1][:4]))
+
+
+def some_options(rng: random.Random, policy: str) -> dict[str, float]:
+    """Options of a policy, some of which it has no other value of than by default."""
+    choices = {
+        "fair": {"fair_input_weight": (0.0, 1.0, 3.0), "fair_output_weight": (0.5, 2.0)},
+        "shortest": {"ageing_rate": (0.1, 100.0)},
+        "deadline": {"ttft_target": (0.5, 5.0), "tpot_target": (0.02, 0.2)},
+    }
+    found = {name: rng.choice(values) for name, values in choices.get(policy, {}).items()}
+    return {name: value for name, value in found.items() if rng.random() < 0.3}
+
+
 def make_world(
     rng: random.Random,
     kind: Kind | None = None,
@@ -194,6 +219,8 @@ def make_world(
         enable_chunked_prefill=chunked,
         long_prefill_token_threshold=rng.choice((0, 0, 2, 7)) if chunked else 0,
     )
+    odds = _odds(rng)
+    config = replace(config, policy_options=PolicyOptions(**some_options(odds, config.policy)))
     # From less than the longest request needs, so that some are refused, to room for about five.
     num_blocks = max(1, limit * rng.choice((9, 12, 20, 30, 50)) // 10 // block_size)
     caching = rng.random() < 0.8
@@ -201,6 +228,9 @@ def make_world(
     hosts = drawn if hosts is None else hosts
     if kind is None:
         kind = Kind(rng.choice((1, 2)), *rng.choice(((0, 0.0), (3, 0.0), (4, 0.5), (5, 0.9))))
+        if odds.random() < 0.2:
+            num_stages = odds.choice((2, 3))
+            kind = replace(kind, max_in_flight=num_stages, num_stages=num_stages)
     counts: list[int] = []
     for window in windows:
         counts.append(num_blocks)
@@ -248,6 +278,10 @@ def run(scenario: Scenario) -> World:
                 load.change_limits(scenario.policy is None)
             if rng.random() < 0.01:
                 load.pin()
+            if load.odds.random() < 0.002:
+                world.hold()
+            if load.odds.random() < 0.001:
+                world.sleep(load.request())
             world.step(load.disturbance(scenario.disturbed))
             if step % 32 == 0 and world.disk and rng.random() < 0.5:  # a file is lost, or damaged
                 del world.disk[rng.choice(list(world.disk))]

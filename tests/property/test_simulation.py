@@ -18,7 +18,7 @@ KINDS.append(Kind(2, 6, 0.8, "[(0,), (1,), (0, 0), (1, 0), (1, 1), (1, 1, 0)]"))
 WINDOWS: list[Windows] = [(8,), (None, 20), (None, 3, 70)]
 ENDS = ("stop", "length", "string", "abort", "error", "refused", "beam")
 GUIDED = tuple(f"guided {end}" for end in ("stop", "length", "abort", "error"))
-EVENTS = ("reset", "interrupted", "moved", "died", "limits", "pinned")
+EVENTS = ("reset", "interrupted", "moved", "died", "limits", "pinned", "held", "slept")
 
 
 @pytest.mark.parametrize("seed", [1, 4])

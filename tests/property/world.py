@@ -16,6 +16,8 @@ it can be stepped, disturbed within a step, killed and started again. What is ch
 9. No error text holds a path, an address or a stack trace.
 10. A request that is refused, fails or is aborted changes no other's output.
 11. Same seed and same arrivals, same trace.
+
+Besides: KV events, as they are told, say which blocks can be found.
 """
 
 import dataclasses
@@ -33,11 +35,13 @@ from simulated import FakeModel, SimulatedExecutor
 from quire.config.draft_tree import DraftTree
 from quire.config.scheduler import SchedulerConfig
 from quire.engine.core import EngineCore
-from quire.errors import EngineDeadError, InvalidRequestError
+from quire.errors import EngineDeadError, InvalidRequestError, OverloadedError
 from quire.kvcache.manager import KVManager
 from quire.protocol.cache import CacheLayout
+from quire.protocol.kv_events import AllBlocksCleared, BlockRemoved, BlockStored
 from quire.protocol.requests import NewRequest
 from quire.protocol.step import SampleGuide, SequenceOutput, StepPlan, StepResult
+from quire.protocol.worker import CallReply, Invoke, WorkerCall, WorkerReply
 from quire.scheduler.planner import Planner
 from quire.scheduler.scheduler import Scheduler
 from quire.scheduler.sequence import Sequence, SequenceStatus
@@ -53,6 +57,7 @@ class Kind:
     max_drafts: int = 0
     accuracy: float = 0.0
     tree: str | None = None  # as speculative_token_tree
+    num_stages: int = 1  # of a pipeline, which has as many plans at once
 
 
 @dataclass(frozen=True)
@@ -79,10 +84,21 @@ class CheckingExecutor(SimulatedExecutor):
         self._disturb("submitted")
 
     def collect(self, guide: SampleGuide | None = None) -> StepResult:
+        self.world.clock += 0.002 + 0.0005 * self._plans[0].num_tokens
         result = super().collect(guide)
         assert len(self.rows) <= self.world.config.max_num_seqs
         self._disturb("computed")
         return result
+
+    def call(self, call: WorkerCall) -> list[WorkerReply]:
+        if not isinstance(call, Invoke):
+            return super().call(call)
+        if call.method == "sleep":
+            self.reset()
+            self._kv = self._host = []
+        elif call.arguments == [["kv_cache"]]:
+            self.initialize_cache(self.world.layout)
+        return [CallReply(None)]
 
     def contents(self, group: int, block: int) -> tuple[int, ...]:
         """What a block holds."""
@@ -120,7 +136,8 @@ class World:
         self.disk: dict[tuple[int, bytes], list[int]] | None = {} if has_disk else None
         self.num_disk_hits = 0
         tree = None if kind.tree is None else DraftTree.read(kind.tree)
-        self.config = dataclasses.replace(config, draft_tree=tree, drafts_forced=tree is None)
+        facts = {"draft_tree": tree, "drafts_forced": tree is None, "num_stages": kind.num_stages}
+        self.config = dataclasses.replace(config, **facts)  # type: ignore[arg-type]
         self.layout = layout
         self.caching = caching
         self.kind = kind
@@ -131,6 +148,8 @@ class World:
         self.ends: Counter[str] = Counter()
         self.trace = 0
         self._named: list[dict[bytes, tuple[int, ...]]] = [{} for _ in layout.groups]  # a hash's content, by KV group
+        self._told: list[set[bytes]] = [set() for _ in layout.groups]  # what KV events say that can be found
+        self._passed_over = 0  # plans in succession without the first in order
         self.scheduler = self._scheduler()
         self.executor, self.core = self._engine()
 
@@ -139,7 +158,7 @@ class World:
         if self.disk is not None:
             groups = range(len(self.layout.groups))
             stored = [[name for group, name in self.disk if group == number] for number in groups]
-        kv = KVManager(self.layout, self.caching, stored=stored)
+        kv = KVManager(self.layout, self.caching, keeps_events=True, stored=stored)
         return Scheduler(self.config, kv, make_continuation, FakeManager())
 
     def _engine(self) -> tuple[CheckingExecutor, EngineCore]:
@@ -170,6 +189,11 @@ class World:
             assert any(character.isdigit() for character in text)
             assert not any(part in text for part in ("/", "0x", "Traceback"))
             self.ends["refused"] += 1
+            return False
+        except OverloadedError as error:
+            is_late = "refused now rather than answered late" in str(error)
+            assert self.core._asleep or is_late
+            self.ends["late"] += 1
             return False
         self.expectations[request.request_id] = Expectation(request, has_stop_string, faults or {})
         return True
@@ -220,9 +244,60 @@ class World:
         except InvalidRequestError:
             pass
 
+    def hold(self) -> None:
+        """All that runs is kept as it is, and nothing of it is in anybody's way; then it goes on."""
+        self.core.call("hold", True)
+        assert not self.core.has_unfinished()
+        self.check_integrity()
+        assert self.core.call("reset_prefix_cache"), "what is held holds blocks"
+        self.core.call("hold", False)
+        self.ends["held"] += 1
+
+    def sleep(self, request: NewRequest) -> None:
+        """The engine loses its KV cache, and whatever runs goes on after; it takes no request meanwhile."""
+        is_idle = not self.core.has_unfinished() and not self.core._plans
+        if self.core.call("sleep", 1, False):
+            assert not self.expectations
+        else:
+            assert not is_idle
+            assert self.core.call("sleep", 1, True)
+        assert not self.add(request)
+        assert not self.core.has_unfinished()
+        self.core.call("wake_up", ["weights"])
+        assert self.core.call("is_sleeping")
+        self.core.call("wake_up")
+        self.ends["slept"] += 1
+
+    def check_events(self) -> None:
+        """Who follows the KV events knows which blocks can be found, and that their names are of their tokens."""
+        log, hasher = self.scheduler.kv.events, self.scheduler.kv._hash
+        assert log is not None
+        for event in log.take():
+            if isinstance(event, AllBlocksCleared):
+                for told in self._told:
+                    told.clear()
+                continue
+            told = self._told[event.group_idx or 0]
+            assert told.isdisjoint(event.block_hashes) == isinstance(event, BlockStored)
+            assert len({*event.block_hashes}) == len(event.block_hashes)
+            if isinstance(event, BlockRemoved):
+                assert told.issuperset(event.block_hashes), "a block was removed that was not there"
+                told.difference_update(event.block_hashes)
+                continue
+            told.update(event.block_hashes)
+            size, parent = event.block_size, event.parent_block_hash
+            assert len(event.token_ids) == size * len(event.block_hashes)
+            for number, name in enumerate(event.block_hashes):
+                if parent is not None:
+                    assert hasher(parent, event.token_ids[number * size : (number + 1) * size]) == name
+                parent = name
+        for told, pool in zip(self._told, self.scheduler.kv.pools, strict=True):
+            assert told == pool._block_of.keys(), "what events say is not what can be found"
+
     def check_integrity(self) -> None:
         """Everything that is checked between steps (invariants 1 and 2, and that no request is lost)."""
         self.core.check_integrity()
+        self.check_events()
         assert self.expectations.keys() == self.scheduler._outcomes.groups.keys(), "a request is lost, or kept for ever"
         # Invariant 2: whatever a hash leads to, it is always the same tokens.
         for number, (group, named) in enumerate(zip(self.scheduler.kv._groups, self._named, strict=True)):
@@ -261,7 +336,10 @@ class World:
         first = next((s for s in planner.running if not s.sits_out), None)
         if config.enable_chunked_prefill and first is not None:
             awaits_result = first.num_in_flight > 0 and first.num_scheduled >= first.num_expected
-            assert first.sequence_id in scheduled or awaits_result, "the first in order does not get on"
+            gets_on = first.sequence_id in scheduled or awaits_result
+            self._passed_over = 0 if gets_on else self._passed_over + 1
+            # Of a pipeline's stages each has a part of what runs: it may be the next one's.
+            assert self._passed_over < config.num_stages, "the first in order does not get on"
         # Invariant 5: all who wait can say why.
         stats = self.scheduler.stats()
         reasons = stats.waiting_reasons
