@@ -90,7 +90,7 @@ class Monitor:
     async def _watch(self) -> None:
         """Declare an engine dead that hangs."""
         limit, interval = self._step_timeout, min(1.0, self._step_timeout / 4)
-        while True:
+        while self.dead is None:
             start = time.monotonic()
             await asyncio.sleep(interval)
             # Where it was this process that stopped (Ctrl-Z, a frozen container), signs of life are yet to be read.
