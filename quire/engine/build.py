@@ -79,8 +79,8 @@ def build_core(
             undo.callback(publisher.close)
         if executor is None:
             executor = select_executor(worker_config(config), config.args)
-        undo.callback(executor.stop)
         loaded = executor.start(progress=show_progress)
+        undo.callback(executor.stop)
         layout, stored = _initialize_cache(config, executor)
         if (limit := layout.max_model_len) < (asked := config.model.max_model_len):
             logger.warning("max_model_len lowered from %d to %d tokens: that is what the KV cache holds", asked, limit)

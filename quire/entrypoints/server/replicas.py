@@ -322,13 +322,12 @@ class ReplicasClient:
             replica.pinning = {own: pin for own, pin in pins.items() if (pin.call_id, pin.arguments[0]) != told}
         if call.name != "pin_prefix":
             return replica.client.send(call)
-        name, token_ids, cache_salt = call.arguments
+        name, token_ids, salt = call.arguments
         params = SamplingParams(max_tokens=1, temperature=0.0, detokenize=False)
         task = SamplingTask(params=params, max_tokens=1, stop_token_ids=frozenset(), seed=0)
-        request_id = f"\0pin {replica.rank} {call.call_id} {name}"  # no request's id has such a character
-        replica.pinning[request_id] = call
-        request = NewRequest(request_id=request_id, prompt_token_ids=token_ids, task=task, cache_salt=cache_salt)
-        replica.client.send(Add(request))
+        own = f"\0pin {replica.rank} {call.call_id} {name}"  # no request's id has such a character
+        replica.pinning[own] = call
+        replica.client.send(Add(NewRequest(request_id=own, prompt_token_ids=token_ids, task=task, cache_salt=salt)))
 
     def _collect(self, rank: int, reply: Reply) -> None:
         """An engine's answer, or its death."""
