@@ -20,7 +20,8 @@ from quire.text.grammars.reasons import reason_of
 from quire.text.grammars.source import source_of
 from quire.text.grammars.trial import Trial
 
-_RISKY = re.compile(r'"(pattern|patternProperties|allOf)')  # schemas that may take for ever: regexes are intersected
+# Schemas that may take for ever: regexes are intersected, and have as many states as a divisor says.
+_RISKY = re.compile(r'"(pattern|patternProperties|allOf|multipleOf)')
 _LARGE = 2**15  # tokens: to read fewer takes some hundredths of a second
 _LONG = 2**15  # characters of a source: some grammars take time by the square of their length
 _SECONDS = (0.0, 0.25, 1.0, 4.0)  # of processor time that a grammar may take at each pace before it is compiled here

@@ -19,7 +19,7 @@ _REGEX = re.compile(r"regex parse error:\n    (.*)\n( *)\^+\nerror: (.*)")
 # What llguidance says -> what is said of it, and the schema's keyword to blame.
 _TEXTS = [
     (r"NoExtensionBias", "no text obeys it: it contradicts itself, or leads back to itself without an end", ""),
-    (r"Regex is empty: .*", "a pattern, a format and lengths contradict each other", ""),
+    (r"(Regex|Unable.* regex) is empty: .*", "a pattern, a format and lengths contradict each other, it seems", ""),
     (r"oneOf constraints are not supported.*", "the options of 'oneOf'{at} don't exclude each other as far as can be "
      "seen, by types, constants or required properties; use anyOf", "oneOf"),
     (r"Resource '(.*?)' is not present.*", r"$schema '\1' is not known; leave it out", ""),

@@ -16,6 +16,7 @@ from quire.errors import InvalidRequestError
 from quire.structured_outputs import StructuredOutputsParams
 
 MAX_DEPTH = 100
+MAX_WORDS = 1000  # that are no keywords: so many are looked at for what was meant
 MAX_TESTS = 10**6  # of subschemas that refer to each other, whether a finite value satisfies them
 # What grammars don't hold; "$id" and anchors only name places.
 _UNSUPPORTED = frozenset(
@@ -103,15 +104,14 @@ def check_schema(schema: Any, strict: bool = False) -> None:
 
 
 def _check_words(schema: dict[str, Any], strict: bool) -> None:
-    for place, part in _parts(schema):
-        for key in part.keys() - _KNOWN:
-            meant = None if key.startswith("x-") else _meant(key)
-            if meant is not None or (strict and not key.startswith("x-")):
-                remedy = f"did you mean {meant!r}?" if meant else "leave it out, or begin it with x-."
-                raise InvalidRequestError(f"JSON Schema has no keyword {key!r}, at {_shown(place)}; {remedy}")
+    words = {key: place for place, part in _parts(schema) for key in part if key not in _KNOWN and key[:2] != "x-"}
+    for key in [*words][:MAX_WORDS]:
+        if (meant := _meant(key)) is not None or strict:
+            remedy = f"did you mean {meant!r}?" if meant else "leave it out, or begin it with x-."
+            raise InvalidRequestError(f"JSON Schema has no keyword {key!r}, at {_shown(words[key])}; {remedy}")
 
 
-@lru_cache(maxsize=1024)
+@lru_cache(MAX_WORDS)
 def _meant(key: str) -> str | None:
     """The keyword that a word may be a misspelling of."""
     names = {name.lower().lstrip("$"): name for name in _HELD | _UNSUPPORTED if len(name) > 3}

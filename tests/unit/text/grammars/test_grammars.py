@@ -12,7 +12,7 @@ import pytest
 import quire
 from quire.errors import InvalidRequestError
 from quire.structured_outputs import StructuredOutputsParams
-from quire.text.grammars.compiler import Compiler, Vocabulary
+from quire.text.grammars.compiler import Compiler, TooLongError, Vocabulary
 from quire.text.grammars.compose import after
 from quire.text.grammars.reasons import OURS
 from quire.text.grammars.schema import check_schema
@@ -88,6 +88,15 @@ def test_a_strict_schema_has_no_unknown_words() -> None:
         check_schema({"items": {"tsType": "X"}}, True)
     with pytest.raises(InvalidRequestError, match="did you mean 'maxItems'"):
         check_schema({"maxitems": 3}, True)
+
+
+def test_many_words_that_are_no_keywords_are_not_all_looked_at(monkeypatch: pytest.MonkeyPatch) -> None:
+    looked_at: list[str] = []
+    monkeypatch.setattr("quire.text.grammars.schema._meant", looked_at.append)
+    check_schema({f"word_{n}": n for n in range(5000)})
+    assert len(looked_at) == 1000
+    with pytest.raises(InvalidRequestError, match="no keyword 'word_"):
+        check_schema({f"word_{n}": n for n in range(5000)}, True)
 
 
 @pytest.fixture(scope="module")
@@ -182,6 +191,13 @@ def test_what_would_take_for_ever_is_stopped(compiler: Compiler, monkeypatch: py
     assert accepts(compiler, StructuredOutputsParams(regex="a+"), "aaa"), "and another process is there for the next"
 
 
+def test_a_large_divisor_is_tried_in_a_process_first(compiler: Compiler) -> None:
+    """Of 999,983 it would take 9 s and 360 MB, where nobody can stop it, and all others wait."""
+    with pytest.raises(TooLongError):
+        compiler.compile(StructuredOutputsParams(json={"type": "integer", "multipleOf": 999}), 0)
+    assert accepts(compiler, StructuredOutputsParams(json={"type": "integer", "multipleOf": 999}), "1998")
+
+
 def test_a_process_that_was_stopped_leaves_nothing_open(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Trial, "_ask", lambda *_: False)
     gc.collect()  # what other tests have left open may be closed meanwhile
@@ -196,6 +212,7 @@ REASONS: list[tuple[dict[str, Any], str]] = [
     ({"regex": "a\\"}, "line 1, column 2: nothing comes after the last backslash."),
     ({"regex": "a^b"}, "the regex 'a^b' has a word boundary, or an anchor"),
     ({"regex": "[^\\x00-\\U0010ffff]"}, "no text obeys it"),
+    ({"json": {"type": "string", "format": "email", "minLength": 100}}, "a pattern, a format and lengths contra"),
     ({"grammar": 'start: "a"\n | foo'}, 'line 2, column 4: unknown name: "foo".'),
     ({"grammar": 'start: NAME\nNAME: /[a-/'},
      "line 2, column 7: unclosed character class, at character 1 of the regex"),
