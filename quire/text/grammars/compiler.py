@@ -6,6 +6,7 @@ table with it. llguidance is imported here and beside, when it is needed.
 
 import contextlib
 import ctypes
+import json
 import logging
 import re
 import time
@@ -77,18 +78,14 @@ class Compiler:
         """
         import llguidance
 
-        if self._table is None:
-            self._read_table()
+        table = self._table or self._read_table()
         source = source_of(params, self._special_tokens)
         if _may_take_long(params, source) and not self.trials[pace].passes(source, _SECONDS[pace]):
             if pace < NUM_PACES - 1:
                 raise TooLongError
-            raise InvalidRequestError(
-                f"it takes more than {_SECONDS[pace]:g} s, or too much memory, to compile; use simpler regexes, and "
-                "fewer of them at one place."
-            )
+            much = f"it takes more than {_SECONDS[pace]:g} s, or too much memory, to compile"
+            raise InvalidRequestError(f"{much}; use simpler regexes, and fewer of them at one place.")
         limits = llguidance.LLParserLimits(verbose_errors=False, step_max_items=STEP_ITEMS)
-        table: Any = self._table
         matcher = llguidance.LLMatcher(table, source, log_level=0, limits=limits)
         trial = matcher.deep_copy()  # which works out here what is worked out once for all
         if not trial.is_error():
@@ -99,18 +96,23 @@ class Compiler:
             raise InvalidRequestError(reason_of(trial.get_error(), params) + ".")
         return matcher
 
-    def _read_table(self) -> None:
+    def _read_table(self) -> Any:
         import llguidance
 
         start, vocabulary = time.perf_counter(), self._vocabulary
         eos_token_ids = list(vocabulary.eos_token_ids) or None
         text, self._special_tokens = vocabulary.load()
+        if max(self._special_tokens.values(), default=0) >= vocabulary.size:  # as Gemma 3's that stands for an image
+            parts = json.loads(text)
+            parts["added_tokens"] = [token for token in parts["added_tokens"] if token["id"] < vocabulary.size]
+            text = json.dumps(parts)
         # Both calls keep the GIL for as long as they take, a second for 150,000 tokens: see `prepare`. Who streams all
         # the same has a turn between.
         table = llguidance.LLTokenizer(text, n_vocab=vocabulary.size, eos_token=eos_token_ids, slices=[])
         time.sleep(0.02)
         self._table = table.with_slices(llguidance.LLTokenizer.general_slices())
         logger.info("grammars: read the vocabulary in %.2f s", time.perf_counter() - start)
+        return self._table
 
 
 def _may_take_long(params: StructuredOutputsParams, source: str) -> bool:

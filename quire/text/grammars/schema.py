@@ -90,10 +90,9 @@ def check_schema(schema: Any, strict: bool = False) -> None:
     if found:
         named = ", ".join(f"{key!r} at {_shown(place)}" for place, key in found[:_SOME])
         more = f" and {len(found) - _SOME} more" if len(found) > _SOME else ""
-        raise InvalidRequestError(
-            f"the JSON schema has keywords that structured outputs don't support: {named}{more}; leave them out, and "
-            "check the output for them yourself."
-        )
+        remedy = "leave them out, and check the output for them yourself"
+        message = f"the JSON schema has keywords that structured outputs don't support: {named}{more}; {remedy}."
+        raise InvalidRequestError(message)
     _check_words(schema, strict)
     for place, part in _parts(schema):
         for key in part.keys() & _CHECKS.keys():

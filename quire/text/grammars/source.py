@@ -71,8 +71,7 @@ def _closed(schema: Any) -> Any:
         return [_closed(part) for part in schema]
     if not isinstance(schema, dict):
         return schema
-    data = ("enum", "const", "default", "examples")
-    closed = {key: value if key in data else _closed(value) for key, value in schema.items()}
+    closed = {k: v if k in ("enum", "const", "default", "examples") else _closed(v) for k, v in schema.items()}
     is_object = schema.get("type") == "object" or isinstance(schema.get("properties"), dict)
     if is_object and not {"additionalProperties", "patternProperties"} & set(schema):
         closed["additionalProperties"] = False

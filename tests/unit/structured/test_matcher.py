@@ -1,5 +1,6 @@
 """Matchers: masks of drafts that leave no trace, forced tokens, ends; and how grammars are compiled and kept."""
 
+import json
 import time
 from collections.abc import Iterable
 from pathlib import Path
@@ -106,6 +107,17 @@ def test_a_large_vocabulary_is_read_before_anybody_streams(tokenizer: Tokenizer,
     broken.compiler.prepare()
     broken.compile(b"key", StructuredOutputsParams(choice=["a"]))
     assert wait(broken)[0][1] == "no tokenizer"
+
+
+def test_a_tokenizer_may_have_tokens_that_no_logit_has(tokenizer: Tokenizer) -> None:
+    """As Gemma 3's of 1B, whose last one stands for an image."""
+    text, special = tokenizer.grammar_table()
+    parts = json.loads(text)
+    parts["added_tokens"].append({**parts["added_tokens"][0], "id": 4096, "content": "<image>"})
+    table = json.dumps(parts), {**special, "<image>": 4096}
+    grammar = compiled(GrammarManager(Vocabulary(lambda: table, 4096, (EOS,))), choice=["a", "b"])
+    (mask,) = masks_of(grammar.matcher([], goes_on=False), [])
+    assert mask == {*tokenizer.encode("a", False), *tokenizer.encode("b", False)}
 
 
 def test_forced_tokens(grammars: GrammarManager, tokenizer: Tokenizer) -> None:
