@@ -15,6 +15,7 @@ from quire.protocol.cache import CacheGroup, CacheLayout, CacheReport
 
 CPU_SHARE = 0.4  # of the memory that is free after loading: a CPU's memory serves the rest of the machine too
 GPU_SHARE = 0.92  # of all memory, weights included
+_WINDOWS_SHARE = 4  # one byte in so many is for windows, if as many sequences can use it
 MIB = 1 << 20
 GIB = 1 << 30
 
@@ -56,21 +57,24 @@ def plan_cache(request: CacheRequest, report: CacheReport) -> CacheLayout:
     All groups get blocks for the same number of contexts of max_model_len, so that they run out at about the same
     time. A context takes all its blocks in a group of full attention. In a windowed one it takes those that a window
     can show (window + 63 tokens, as keys are read in tiles of 64), and all contexts together those of the tokens that
-    plans under way compute. Never more than max_num_seqs contexts can use. When max_model_len was not asked for and
-    the model's own limit does not fit, the context is shortened to what does.
+    plans under way compute. But most sequences are shorter than the longest context, and their windows no less: beside
+    full attention windowed groups get a quarter of all bytes, where that is more, unless the context that was asked for
+    would not fit then. Never more than max_num_seqs contexts can use. When max_model_len was not asked for and the
+    model's own limit does not fit, the context is shortened to what does.
 
     Raises:
         ConfigError: not even one block, or not one context of the max_model_len that was asked for, fits; or host
             memory was asked for that is not there.
     """
-    sizes = _Sizes(request, report.groups, request.max_model_len)
+    sizes = _Sizes(request, report)
+    needed = sizes.of_contexts(sizes.largest, Fraction(1))
     if request.num_kv_blocks is not None:
         num_blocks = request.num_kv_blocks
     else:
         budget = _budget(request, report)
-        # The most of the largest group with which all groups stay within the budget, and are of use.
-        counts = range(1, sizes.of_contexts(sizes.largest, Fraction(request.max_num_seqs)) + 1)
-        num_blocks = bisect_right(counts, budget, key=lambda count: num_bytes(sizes.layout(count), report))
+        if (num_blocks := sizes.most_within(budget)) < needed and request.is_max_model_len_asked:
+            sizes = _Sizes(request, report, share=None)
+            num_blocks = sizes.most_within(budget)
         if num_blocks < 1:
             raise ConfigError(
                 f"no memory for the KV cache: {budget // MIB} MiB are left for it and one block of "
@@ -78,7 +82,6 @@ def plan_cache(request: CacheRequest, report: CacheReport) -> CacheLayout:
                 "raise gpu_memory_utilization, or lower max_num_batched_tokens (now "
                 f"{request.max_num_batched_tokens})."
             )
-    needed = sizes.of_contexts(sizes.largest, Fraction(1))
     max_model_len = request.max_model_len
     if num_blocks < needed:
         fits = num_blocks * request.block_size
@@ -91,7 +94,6 @@ def plan_cache(request: CacheRequest, report: CacheReport) -> CacheLayout:
                 "num_kv_blocks)."
             )
         max_model_len = fits
-        sizes = _Sizes(request, report.groups, fits)
     by_group = sizes.layout(num_blocks)
     return CacheLayout(
         block_size=request.block_size,
@@ -123,14 +125,15 @@ def _host_blocks(num_blocks: list[int], request: CacheRequest, report: CacheRepo
 
 
 class _Sizes:
-    """What contexts of one length take of each group, in blocks."""
+    """What contexts of max_model_len take of each group, in blocks. `share`: `_WINDOWS_SHARE`, or None."""
 
-    def __init__(self, request: CacheRequest, groups: Sequence[CacheGroup], max_model_len: int) -> None:
-        self._groups = groups
+    def __init__(self, request: CacheRequest, report: CacheReport, share: int | None = _WINDOWS_SHARE) -> None:
+        self._groups, self._report, self._share = report.groups, report, share
+        self._max_num_seqs = request.max_num_seqs
         # The group whose blocks are counted, the others following: full attention, or else the widest window.
-        self.largest = max(groups, key=lambda group: (group.window is None, group.window or 0))
+        self.largest = max(report.groups, key=lambda group: (group.window is None, group.window or 0))
         self._block_size = request.block_size
-        self._whole = -(-max_model_len // request.block_size)  # one context, all of it
+        self._whole = -(-request.max_model_len // request.block_size)  # one context, all of it
         self._pending = -(-request.max_num_batched_tokens * request.max_in_flight // request.block_size)
 
     def of_contexts(self, group: CacheGroup, contexts: Fraction) -> int:
@@ -145,9 +148,23 @@ class _Sizes:
         """Blocks by group when the largest has `num_blocks`."""
         largest = self.largest
         contexts = Fraction(num_blocks, self._whole)
+
+        def counts(contexts: Fraction) -> list[int]:
+            return [num_blocks if group is largest else self.of_contexts(group, contexts) for group in self._groups]
+
         if largest.window is not None:
             contexts = max(contexts, Fraction(num_blocks - self._pending, self._steady(largest.window)))
-        return [num_blocks if group is largest else self.of_contexts(group, contexts) for group in self._groups]
+        elif self._share is not None:
+            most = num_blocks * self._report.block_bytes[self._groups.index(largest)] * self._share // (self._share - 1)
+            sequences = range(1, self._max_num_seqs + 1)
+            many = bisect_right(sequences, most, key=lambda count: num_bytes(counts(Fraction(count)), self._report))
+            contexts = max(contexts, Fraction(many))
+        return counts(contexts)
+
+    def most_within(self, budget: int) -> int:
+        """Blocks of the largest group with which all groups stay within so many bytes, and are of use."""
+        few = range(1, self.of_contexts(self.largest, Fraction(self._max_num_seqs)) + 1)
+        return bisect_right(few, budget, key=lambda count: num_bytes(self.layout(count), self._report))
 
     def _steady(self, window: int) -> int:
         """Blocks of a context that computes one token after the other."""

@@ -1,5 +1,6 @@
 """The size of the KV cache, from numbers to numbers."""
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -69,10 +70,30 @@ def test_a_window_takes_what_as_many_contexts_show_and_the_tokens_of_a_step() ->
 
 
 def test_memory_is_divided_so_that_all_groups_run_out_together() -> None:
-    layout = plan_cache(request(max_model_len=1024, kv_cache_memory=1000 * BLOCK), report(0, 0, None, 100))
+    layout = plan_cache(request(max_model_len=256, kv_cache_memory=1000 * BLOCK), report(0, 0, None, 100))
     full, windowed = layout.num_blocks
     assert 998 <= full + windowed <= 1000
-    assert windowed == 4 + -(-11 * full // 64)
+    assert windowed == 4 + -(-11 * full // 16)
+
+
+def test_beside_long_contexts_windows_have_a_quarter_for_more_sequences() -> None:
+    """Sequences of a few blocks need as many for their windows as long ones do: they were 2 at once here."""
+    measured = report(0, 0, None, 100)
+    full, windowed = planned(request(max_model_len=8192, kv_cache_memory=1000 * BLOCK), measured)[0]
+    assert windowed <= full / 3 < windowed + 11  # for 22 sequences
+    assert 985 < full + windowed <= 1000
+    few = planned(request(max_model_len=8192, kv_cache_memory=1000 * BLOCK, max_num_seqs=5), measured)[0]
+    assert few == [1000 - 59, 4 + 5 * 11]
+
+
+def test_windows_have_no_more_than_the_context_that_was_asked_for_leaves() -> None:
+    memory, measured = (512 + 15) * BLOCK, report(0, 0, None, 100)
+    asked = request(max_model_len=8192, kv_cache_memory=memory)
+    assert planned(asked, measured) == ([512, 15], 8192)
+    (full, windowed), max_model_len = planned(replace(asked, is_max_model_len_asked=False), measured)
+    assert max_model_len == full * 16 < 8192
+    assert windowed == 4 + 11 * 11
+    assert full + windowed <= 527
 
 
 def test_a_window_beyond_the_context_takes_as_much_as_full_attention() -> None:
