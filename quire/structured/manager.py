@@ -21,7 +21,7 @@ from quire.text.grammars.lanes import Lanes
 logger = logging.getLogger(__name__)
 
 MAX_GRAMMARS = 256  # kept
-MAX_KEPT_BYTES = 2**24  # of their sources, together
+MAX_KEPT_BYTES = 2**21  # of their sources, together: of a long choice each stands for 200 bytes of its automaton
 
 
 class GrammarManager:

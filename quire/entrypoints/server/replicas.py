@@ -348,7 +348,7 @@ class ReplicasClient:
             answer = total_reply([replies[rank] for rank in sorted(replies)] or [reply], holds)
             if answer.fault is None:
                 self._remember(call, answer)
-            elif call.name == "pin_prefix" and call.arguments[0] not in [*self._pins]:
+            elif call.name == "pin_prefix" and call.arguments[0] not in [*self._pins]:  # nor has it to be hashable
                 self._call(Call(_NO_ANSWER, "unpin_prefix", call.arguments[:1]))  # all have it, or none
             elif call.name == "update_weights":  # likewise: those that have other weights begin anew, with the others'
                 for changed in [own for own, each in replies.items() if each.value]:
