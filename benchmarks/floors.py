@@ -5,9 +5,10 @@
 
 PEERS is the folder of `workloads.py`; its workloads come first, then those of `more_workloads.py` that WORKLOADS names.
 All steps that the engine took count, each by itself, as in `quire bench step`: bytes of weights, and of keys and values
-(blocks that sequences share once), and operations of products and of attention. Bare loops are timed before and after
-each workload, and the better counts; what is not a kernel has no floor, nor have a mixture's experts: plans don't say
-which are chosen.
+(blocks that sequences share once), and operations of products and of attention. Bare loops are timed between steps,
+each second or so (which the workload's time leaves out), and a step's floor is of the two that are nearest to it:
+machines shared with others change theirs within seconds. What is not a kernel has no floor, nor have a mixture's
+experts: plans don't say which are chosen.
 """
 
 import json
@@ -16,8 +17,9 @@ import sys
 import time
 from collections.abc import Iterator
 from dataclasses import astuple, dataclass, field
-from itertools import chain
+from itertools import chain, pairwise
 from pathlib import Path
+from statistics import fmean
 from typing import Any
 
 from more_workloads import more_workloads
@@ -25,7 +27,32 @@ from more_workloads import more_workloads
 from quire import LLM, SamplingParams
 from quire.engine.core import EngineCore
 from quire.entrypoints.cli.bench_step import Limits, Work, kernels_of, keys_seen, measure_limits, native_model
+from quire.models.compiled import CompiledModel
 from quire.protocol.step import StepPlan
+
+_SECONDS_BETWEEN = 1.0
+
+
+@dataclass
+class Break:
+    """Bare loops between two steps: before which step, what they reached, how long they took, when they ended."""
+
+    step: int
+    limits: Limits
+    spent: float = 0
+    end: float = field(default_factory=time.perf_counter)
+
+    @classmethod
+    def now(cls, step: int, model: CompiledModel) -> "Break":
+        start = time.perf_counter()
+        limits = measure_limits(model, rounds=2)
+        return cls(step, limits, time.perf_counter() - start)
+
+
+def _spread(rates: Iterator[float]) -> str:
+    """The least and the most of them."""
+    found = sorted(map(round, rates))
+    return f"{found[0]}..{found[-1]}"
 
 
 @dataclass
@@ -87,11 +114,14 @@ def main() -> None:
     assert isinstance(core, EngineCore)
     submit = core.executor.submit
     for name, prompts, lengths in chosen(Path(peers)):
-        steps, spent = Steps(core.scheduler.kv.block_size), []
-        before = measure_limits(model)
+        steps, spent, breaks = Steps(core.scheduler.kv.block_size), [], [Break(0, measure_limits(model))]
 
-        def watched(plan: StepPlan, steps: Steps = steps, spent: list[Any] = spent) -> None:
+        def watched(
+            plan: StepPlan, steps: Steps = steps, spent: list[Any] = spent, breaks: list[Break] = breaks
+        ) -> None:
             spent.append(model.spent())  # by the step before
+            if time.perf_counter() > breaks[-1].end + _SECONDS_BETWEEN:
+                breaks.append(Break.now(len(steps.works), model))
             steps.see(plan)
             submit(plan)
 
@@ -99,14 +129,17 @@ def main() -> None:
         params = [SamplingParams(temperature=0, max_tokens=length, ignore_eos=True) for length in lengths]
         start = time.perf_counter()
         llm.generate([{"prompt_token_ids": prompt} for prompt in prompts], params, use_tqdm=False)
-        seconds = time.perf_counter() - start
-        limits = Limits(*map(max, astuple(before), astuple(measure_limits(model))))
+        seconds = time.perf_counter() - start - sum(one.spent for one in breaks)
+        breaks.append(Break.now(len(steps.works), model))
         own = zip([*spent[1:], model.spent()], steps.works, strict=True)
         kernels = [kernels_of(llm, each, work, model.target.level) for each, work in own]
-        floor = sum(kernel.floor(limits) for step in kernels for kernel in step)
+        floor = 0.0
+        for before, after in pairwise(breaks):
+            limits = Limits(*map(fmean, zip(astuple(before.limits), astuple(after.limits), strict=True)))
+            floor += sum(kernel.floor(limits) for step in kernels[before.step : after.step] for kernel in step)
         figures = {"name": name, "sec": round(seconds, 3), "floor": round(floor, 3), "share": round(floor / seconds, 3)}
-        figures |= {"steps": len(steps.works), "read_GB_s": round(limits.read / 1e9, 1)}
-        print(json.dumps(figures | {"GFLOP_s": round(limits.multiply / 1e9)}), flush=True)
+        figures |= {"steps": len(steps.works), "read_GB_s": _spread(one.limits.read / 1e9 for one in breaks)}
+        print(json.dumps(figures | {"GFLOP_s": _spread(one.limits.multiply / 1e9 for one in breaks)}), flush=True)
 
 
 if __name__ == "__main__":
