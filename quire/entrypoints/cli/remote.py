@@ -46,6 +46,11 @@ class Address:
         raise ConfigError(f"{url!r} is no server's address: write http://HOST:PORT/v1.")
 
 
+def authority(host: str, port: int) -> str:
+    """HOST:PORT as a URL has it (RFC 3986): an IPv6 address in brackets."""
+    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+
+
 class Model(msgspec.Struct):
     """One of the server's models; only some servers tell of the longest context."""
 

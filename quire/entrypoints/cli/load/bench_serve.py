@@ -21,15 +21,14 @@ from quire.entrypoints.cli.load.client import Client
 from quire.entrypoints.cli.load.options import LoadArgs
 from quire.entrypoints.cli.load.outcome import send_all
 from quire.entrypoints.cli.load.workload import Request, fit_lengths, make_requests
-from quire.entrypoints.cli.remote import Model, RemoteError, Server
+from quire.entrypoints.cli.remote import Model, RemoteError, Server, authority
 from quire.entrypoints.server.address import raise_file_limit
 from quire.errors import ConfigError, QuireError
 
 
 def run(args: LoadArgs) -> None:
     """Send the load, then print and write the figures; where no request succeeded, that is a RemoteError."""
-    host = f"[{args.host}]" if ":" in args.host else args.host
-    url, model = args.base_url or f"http://{host}:{args.port}", args.served_model_name or args.model
+    url, model = args.base_url or f"http://{authority(args.host, args.port)}", args.served_model_name or args.model
     server, models = _find(url, args, model)
     max_model_len = next((model.max_model_len for model in models if model.id == server.model), None)
     vocab_size = _vocab_size(args, server)

@@ -9,7 +9,7 @@ import ssl
 from collections.abc import Callable, Generator, Mapping
 from typing import TypeVar
 
-from quire.entrypoints.cli.remote import CONNECT_SECONDS, Address
+from quire.entrypoints.cli.remote import CONNECT_SECONDS, Address, authority
 
 Sink = Callable[[bytes], None]  # is given the pieces of a body
 _Part = TypeVar("_Part")
@@ -26,8 +26,7 @@ class Client:
     def __init__(self, address: Address, headers: Mapping[str, str]) -> None:
         self._address = address
         self._ssl = ssl.create_default_context() if address.encrypted else None
-        name = f"[{address.host}]" if ":" in address.host else address.host
-        headers = {"Host": f"{name}:{address.port}", **headers}
+        headers = {"Host": authority(address.host, address.port), **headers}
         self._headers = "".join(f"{name}: {value}\r\n" for name, value in headers.items())
         self._idle: list[_Connection] = []
 
