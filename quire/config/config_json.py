@@ -21,6 +21,7 @@ logger = logging.getLogger(__name__)
 
 # Of which max_position_embeddings is the scaled length already.
 _UNSCALED_ROPE_TYPES = ("default", "llama3", "longrope", "mrope", "su")
+_LAYER_TYPES = ("full_attention", "sliding_attention", "attention")  # the last is Granite's for the first
 _DEFAULT_MAX_MODEL_LEN = 2048  # where config.json names no length
 _TOO_LARGE = 2**31  # no size of a model reaches it
 # Names of files that are not read -> what to say of them.
@@ -224,7 +225,7 @@ class ConfigReader:
         if layer_types is not None:
             if not isinstance(layer_types, list):
                 raise self.error(f"has layer_types = {layer_types!r}; it must be a list.")
-            if other := [kind for kind in layer_types if kind not in ("full_attention", "sliding_attention")]:
+            if other := [kind for kind in layer_types if kind not in _LAYER_TYPES]:
                 raise NotYetSupportedError(f"Model {self.model!r} has layers of type {other[0]!r}: not supported yet.")
             if len(layer_types) != num_layers:
                 raise self.error(f"has {len(layer_types)} layer_types for {num_layers} layers.")

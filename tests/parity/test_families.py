@@ -25,6 +25,7 @@ tiny: Any = importlib.import_module("tiny_models")
 loras: Any = importlib.import_module("loras")
 
 NAMES = ["olmo2", "glm4", "ernie4.5-biases", "exaone4", "cohere2", "arcee", "starcoder2", "olmoe", "granitemoe"]
+NAMES += ["granitehybrid", "helium"]
 PROMPT = [5, 9, 33, 7, 21, 60, 8, 96, 0, 1, 17, 50, 51, 52, 4, 88, 91, 12, 12, 30]
 GREEDY = SamplingParams(max_tokens=12, temperature=0.0, ignore_eos=True, logprobs=3, detokenize=False)
 Serve = Callable[..., LLM]
@@ -105,7 +106,7 @@ def test_quantized_weights(name: str, native: str, quantization: str, tmp_path: 
 
 
 @pytest.mark.parametrize(
-    "family", ["Arcee", "Ernie4_5", "Starcoder2", "Qwen3VLMoeText", "Olmoe", "GraniteMoe", "Qwen3Moe"]
+    "family", ["Arcee", "Ernie4_5", "Starcoder2", "Qwen3VLMoeText", "Olmoe", "GraniteMoe", "Qwen3Moe", "Helium"]
 )
 def test_what_is_absent_means_what_transformers_means(family: str, tmp_path: Path) -> None:
     theirs = getattr(transformers, f"{family}Config")()

@@ -133,6 +133,17 @@ def granitemoe(dice: Dice) -> Drawn:
     return granite(dice) | {"num_local_experts": dice.choice([2, 5]), "num_experts_per_tok": dice.choice([1, 2])}
 
 
+def granitehybrid(dice: Dice) -> Drawn:
+    found = granite(dice) | {"num_local_experts": 0, "shared_intermediate_size": dice.choice([20, 60])}
+    found["layer_types"] = ["full_attention"] * found["num_hidden_layers"]
+    return found | {"position_embedding_type": dice.choice([None, "rope"]), "mamba_n_heads": 1}
+
+
+def helium(dice: Dice) -> Drawn:
+    found = llama(dice)
+    return found | {"head_dim": found["hidden_size"] // found["num_attention_heads"]}  # o_proj is square
+
+
 def smollm3(dice: Dice) -> Drawn:
     found = biased(dice) | {"use_sliding_window": dice.random() < 0.5, "sliding_window": dice.choice([9, 33])}
     drawn = [dice.choice([0, 1]) for _ in range(found["num_hidden_layers"])]
@@ -245,6 +256,8 @@ DRAWS: dict[str, Callable[[Dice], Drawn]] = {
     "qwen3-moe": qwen3_moe,
     "gpt-oss": gpt_oss,
     "granite": granite,
+    "granitehybrid": granitehybrid,
+    "helium": helium,
     "granitemoe": granitemoe,
     "smollm3": smollm3,
     "seed-oss": seed_oss,

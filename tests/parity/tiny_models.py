@@ -105,6 +105,8 @@ GRANITE = {
     "residual_multiplier": 0.6,
     "logits_scaling": 1.5,
 }
+GRANITE_HYBRID = LLAMA | GRANITE | {"num_local_experts": 0, "shared_intermediate_size": 44}
+GRANITE_HYBRID |= {"layer_types": ["full_attention"] * 2, "position_embedding_type": "rope", "mamba_n_heads": 1}
 GRANITE_MOE = LLAMA | GRANITE | {"num_local_experts": 5, "num_experts_per_tok": 2}
 
 # name -> (config class, model class, arguments of the config); the first of a family has its bare name.
@@ -274,6 +276,13 @@ CASES: dict[str, tuple[str, str, dict[str, Any]]] = {
         "GraniteForCausalLM",
         LLAMA | GRANITE | {"tie_word_embeddings": True, "attention_bias": True, "mlp_bias": True},
     ),
+    "granitehybrid": ("GraniteMoeHybridConfig", "GraniteMoeHybridForCausalLM", GRANITE_HYBRID),
+    "granitehybrid-still": (
+        "GraniteMoeHybridConfig",
+        "GraniteMoeHybridForCausalLM",
+        GRANITE_HYBRID | {"position_embedding_type": None, "num_key_value_heads": 1, "attention_bias": True},
+    ),
+    "helium": ("HeliumConfig", "HeliumForCausalLM", LLAMA | {"head_dim": 8}),
     "granitemoe": ("GraniteMoeConfig", "GraniteMoeForCausalLM", GRANITE_MOE),
     "granitemoe-biases": (
         "GraniteMoeConfig",
@@ -432,6 +441,7 @@ FAMILIES = (
     "qwen2",
     "qwen3",
     "granite",
+    "granitehybrid",
     "smollm3",
     "arcee",
     "starcoder2",

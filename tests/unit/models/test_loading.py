@@ -229,6 +229,8 @@ def test_unknown_architecture_lists_the_supported_ones(make) -> None:
         ("olmo3", {"rope_scaling": {"rope_type": "yarn", "factor": "many"}, "factor": 0}),
         ("granitemoe", {"residual_multiplier": 0}),
         ("granitemoe", {"num_experts_per_tok": 9}),
+        ("granitemoehybrid", {"num_local_experts": 4, "layer_types": ["attention"]}),
+        ("granitemoehybrid", {"num_local_experts": 0, "layer_types": None}),
         ("olmoe", {"clip_qkv": 8.0}),
         ("olmoe", {"num_experts_per_tok": 65}),
         ("glm", {"partial_rotary_factor": 2.0}),
