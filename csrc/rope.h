@@ -20,7 +20,7 @@ struct PrepareArgs {  // norm and rotate queries and keys of qkv [T, (Hq + 2 Hkv
     float eps;
     bool plus_one;  // norms multiply with 1 + weight
     const float* cos_sin;  // [positions, rotary_dim]: cosines, then sines; null: no rotation
-    int64_t rotary_dim;
+    int64_t rotary_dim, queries_ahead;  // where queries' table begins, so many numbers after that of keys; 0: they have the same
     const StepArgs* step;
     Type type;
     const LoraLayer* prefix;  // keys and values of virtual tokens, as they are to be in the cache; or null
@@ -87,7 +87,7 @@ struct TokenRow {
     T* row;
     uint8_t* block;
     int64_t offset;       // within the block
-    const float* angles;  // or null
+    const float* angles;  // of its keys, or null
     const T* given;       // a virtual token's keys and values, or null
 };
 
@@ -125,7 +125,7 @@ QUIRE_INLINE void prepare_head(const PrepareArgs& a, const TokenRow<T>& token, i
             norm_row(head, x, dim, {weight, nullptr, a.eps, false, a.plus_one});
         else
             for_vectors(dim, [&](int64_t i, int n) { store_n(x + i, load_n(head + i, n), n); });
-        if (token.angles && !is_value) rotate(x, token.angles, a.rotary_dim);
+        if (token.angles && !is_value) rotate(x, token.angles + (is_query ? a.queries_ahead : 0), a.rotary_dim);
     }
     if (is_query) {
         for_vectors(dim, [&](int64_t i, int n) { store_n(head + i, load_n(x + i, n), n); });
@@ -188,7 +188,7 @@ struct PrepareSpec {  // in place
     HeadSpec heads;
     const void *q_norm, *k_norm;
     const float* cos_sin;
-    int64_t rotary_dim;
+    int64_t rotary_dim, queries_ahead;
     const LoraLayer* prefix;
     float eps;
     int32_t plus_one;
@@ -196,11 +196,11 @@ struct PrepareSpec {  // in place
 
 inline void prepare(const PrepareSpec& s, const Operands& o, Context& context) {
     const PrepareArgs args{o.x.data, o.x.stride, s.heads.num_heads, s.heads.cache_shape(o), s.heads.cache(o), s.q_norm, s.k_norm,
-                           s.eps, s.plus_one != 0, s.cos_sin, s.rotary_dim, s.heads.step(o), o.x.type, s.prefix};
+                           s.eps, s.plus_one != 0, s.cos_sin, s.rotary_dim, s.queries_ahead, s.heads.step(o), o.x.type, s.prefix};
     args.type == Type::f32 ? prepare_rows<float>(args, context) : prepare_rows<bf16>(args, context);
 }
 
 QUIRE_OPERATION(prepare, PrepareSpec, QUIRE_FIELD(heads), QUIRE_FIELD(q_norm), QUIRE_FIELD(k_norm), QUIRE_FIELD(cos_sin),
-                QUIRE_FIELD(rotary_dim), QUIRE_FIELD(prefix), QUIRE_FIELD(eps), QUIRE_FIELD(plus_one));
+                QUIRE_FIELD(rotary_dim), QUIRE_FIELD(queries_ahead), QUIRE_FIELD(prefix), QUIRE_FIELD(eps), QUIRE_FIELD(plus_one));
 
 }  // namespace quire::QUIRE_NS

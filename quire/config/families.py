@@ -103,6 +103,8 @@ FAMILIES = (
     Family("HeliumForCausalLM", "helium", "llama:ernie_shape", {"rms_norm_eps": 1e-8, "head_dim": 128,
         "num_key_value_heads": 20, "rope_theta": 1e5, "max_position_embeddings": 4096}),
     Family("LlamaForCausalLM", "llama", "llama:llama_shape"),
+    Family("Ministral3ForCausalLM", "ministral3", "llama:mistral_shape", {"rms_norm_eps": 1e-5, "head_dim": 128,
+        "num_key_value_heads": 8, "max_position_embeddings": 262_144}, tokenizer_overrides=True),
     Family("MistralForCausalLM", "mistral", "llama:mistral_shape", {"num_key_value_heads": 8, "sliding_window": 4096},
         tokenizer_overrides=True),
     Family("MixtralForCausalLM", "mixtral", "mixtral:shape", {"num_key_value_heads": 8, "rope_theta": 1e6},

@@ -53,6 +53,9 @@ class RopeParameters:
 def rope_table(rope: RopeParameters) -> Tensor:
     """Cosines, then sines, of every position's angles: fp32 [max_model_len, size].
 
+    With "llama_4_scaling_beta" queries have a table of their own, [2, max_model_len, size] then: beyond the trained
+    length their scores grow with the logarithm of the position, as in Llama 4 and Ministral 3.
+
     Raises:
         ModelLoadError: a rope type that is not supported, or whose parameters are incomplete.
     """
@@ -64,8 +67,13 @@ def rope_table(rope: RopeParameters) -> Tensor:
     # A base of 1, a logarithm of what is not over 0, factors that are no numbers.
     except (ArithmeticError, ValueError, TypeError, RuntimeError) as error:
         raise ModelLoadError(f"rope parameters {dict(rope.values)!r} give no angles ({error}).") from error
-    angles = torch.arange(rope.max_model_len, dtype=torch.float32)[:, None] * frequencies
-    return torch.cat((angles.cos(), angles.sin()), dim=-1).mul_(amplitude)
+    positions = torch.arange(rope.max_model_len, dtype=torch.float32)[:, None]
+    angles = positions * frequencies
+    table = torch.cat((angles.cos(), angles.sin()), dim=-1).mul_(amplitude)
+    if not (beta := rope.number("llama_4_scaling_beta", 0.0)):
+        return table
+    growth = 1 + beta * torch.log1p(torch.floor(positions / rope.original_max_position))
+    return torch.stack((table, table * growth))
 
 
 def _inverse_frequencies(size: int, base: float) -> Tensor:

@@ -283,7 +283,7 @@ class Builder:
 def _halves(spec: AttentionSpec, parts: Mapping[str, int], shard: Shard | None) -> dict[str, Sequence[range]]:
     """The rows that are here, where a checkpoint has pairs that rotate: of each head even ones, then odd ones."""
     rows = {part: (range(size),) for part, size in parts.items()} if shard is None else shard.rows
-    dim, rotated = spec.head_dim, 0 if spec.rope is None else spec.rope.shape[1]
+    dim, rotated = spec.head_dim, 0 if spec.rope is None else spec.rope.shape[-1]
     pieces = ((0, rotated, 2), (1, rotated, 2), (rotated, dim, 1))
     found = dict[str, Sequence[range]](rows)
     for part in ("q_proj", "k_proj"):

@@ -28,10 +28,11 @@ def rotary(query: Tensor, key: Tensor, positions: Tensor, cos_sin: Tensor) -> tu
     Args:
         query, key: [T, Hq, D] and [T, Hkv, D].
         positions: [T] integers.
-        cos_sin: fp32 [positions, R], R <= D: R/2 cosines, then R/2 sines.
+        cos_sin: fp32 [positions, R], R <= D: R/2 cosines, then R/2 sines; or two such tables, of keys and of queries.
     """
-    angles = cos_sin.index_select(0, positions).unsqueeze(1)
-    return _rotate(query, angles), _rotate(key, angles)
+    angles = cos_sin.index_select(-2, positions).unsqueeze(-2)
+    own, theirs = (angles, angles) if angles.dim() == 3 else angles
+    return _rotate(query, theirs), _rotate(key, own)
 
 
 def _rotate(x: Tensor, angles: Tensor) -> Tensor:
@@ -70,7 +71,8 @@ class AttentionSpec:
         causal: whether a position sees those after it; where not, it sees all that the sequence has so far.
         q_norm, k_norm: weights [D] of an RMSNorm over each head of queries and keys, before the rotation.
         norm_plus_one: these norms multiply by 1 + weight.
-        rope: fp32 [positions, R], R <= D: R/2 cosines, then R/2 sines, by which queries and keys are rotated.
+        rope: fp32 [positions, R], R <= D: R/2 cosines, then R/2 sines, by which queries and keys are rotated; or
+            [2, positions, R], by the first one keys and by the second one queries.
         group: the KV group that the layer's blocks belong to: which of the step's metadata is meant.
         layer: which of the step's caches is meant.
         prefix: adapters' keys and values [2 Hkv D] of virtual tokens, as they are to be in the cache.
@@ -93,6 +95,11 @@ class AttentionSpec:
     group: int = 0
     layer: int = 0
     prefix: LoraLayer | None = None
+
+    @property
+    def queries_ahead(self) -> int:
+        """Where the table that queries are rotated by begins in `rope`, in numbers; 0 where it is that of keys, too."""
+        return 0 if self.rope is None or self.rope.dim() == 2 else self.rope[0].numel()
 
     @property
     def qkv_size(self) -> int:
@@ -133,7 +140,7 @@ def prepare(qkv: Value, spec: AttentionSpec) -> Value:
     if spec.prefix is not None:
         told["prefix"] = builder.hold(spec.prefix, spec.prefix.struct)
     if (table := spec.rope) is not None:
-        if table.dtype != torch.float32 or not table.is_contiguous() or table.shape[1] > spec.head_dim:
+        if table.dtype != torch.float32 or not table.is_contiguous() or table.shape[-1] > spec.head_dim:
             raise ValueError("cos_sin must be contiguous float32 [positions, rotary_dim <= head_dim]")
-        told |= {"cos_sin": builder.address(table), "rotary_dim": table.shape[1]}
+        told |= {"cos_sin": builder.address(table), "rotary_dim": table.shape[-1], "queries_ahead": spec.queries_ahead}
     return builder.append("prepare", [qkv], qkv, needs_step=True, **told)

@@ -237,7 +237,7 @@ private:
         std::vector<uint8_t> cache(2 * kBlocks * shape.block_bytes() + 64);
         uint8_t* caches[] = {cache.data() + (64 - reinterpret_cast<uintptr_t>(cache.data()) % 64)};
         const HeadSpec heads{kHeads, kKv, kDim, 0, 0};
-        const PrepareSpec prepare{heads, norm.bytes.data(), norm.bytes.data(), angles.data(), 16, nullptr, 1e-6f, 0};
+        const PrepareSpec prepare{heads, norm.bytes.data(), norm.bytes.data(), angles.data(), 16, 0, nullptr, 1e-6f, 0};
         const AttentionSpec attend{heads, cap > 0 ? sinks.data() : nullptr, cap > 0 ? 100 : 0, 0.16f, cap};
         const int32_t lengths[] = {1100, 20}, starts[] = {0, 21, 41};
         auto operate = [&](const char* operation, const void* spec, int64_t begin, Array& to, int64_t width) {

@@ -25,7 +25,7 @@ tiny: Any = importlib.import_module("tiny_models")
 loras: Any = importlib.import_module("loras")
 
 NAMES = ["olmo2", "glm4", "ernie4.5-biases", "exaone4", "cohere2", "arcee", "starcoder2", "olmoe", "granitemoe"]
-NAMES += ["granitehybrid", "helium"]
+NAMES += ["granitehybrid", "helium", "ministral3"]
 PROMPT = [5, 9, 33, 7, 21, 60, 8, 96, 0, 1, 17, 50, 51, 52, 4, 88, 91, 12, 12, 30]
 GREEDY = SamplingParams(max_tokens=12, temperature=0.0, ignore_eos=True, logprobs=3, detokenize=False)
 Serve = Callable[..., LLM]

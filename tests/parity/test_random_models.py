@@ -133,6 +133,12 @@ def granitemoe(dice: Dice) -> Drawn:
     return granite(dice) | {"num_local_experts": dice.choice([2, 5]), "num_experts_per_tok": dice.choice([1, 2])}
 
 
+def ministral3(dice: Dice) -> Drawn:
+    found = own_heads(dice) | {"rope_parameters": dict(ROPES[2]) | {"rope_theta": dice.choice([300.0, 1e6])}}
+    found["rope_parameters"]["llama_4_scaling_beta"] = dice.choice([0.1, 1.0])
+    return {key: value for key, value in found.items() if key not in ("rope_scaling", "rope_theta")}
+
+
 def granitehybrid(dice: Dice) -> Drawn:
     found = granite(dice) | {"num_local_experts": 0, "shared_intermediate_size": dice.choice([20, 60])}
     found["layer_types"] = ["full_attention"] * found["num_hidden_layers"]
@@ -256,6 +262,7 @@ DRAWS: dict[str, Callable[[Dice], Drawn]] = {
     "qwen3-moe": qwen3_moe,
     "gpt-oss": gpt_oss,
     "granite": granite,
+    "ministral3": ministral3,
     "granitehybrid": granitehybrid,
     "helium": helium,
     "granitemoe": granitemoe,

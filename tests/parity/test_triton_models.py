@@ -31,6 +31,7 @@ CASES = [
     slow("opt-350m", None, "float32"),
     slow("gpt-oss", None, "float32"),
     slow("granite", None, "bfloat16"),
+    slow("ministral3", None, "float32"),
     slow("olmo2", None, "float32"),
     slow("cohere2", "int4", "float32"),
     ("gpt2", None, "float16"),

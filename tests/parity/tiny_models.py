@@ -83,6 +83,7 @@ GPT2 = {
     "eos_token_id": 2,
 }
 YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64}
+MINISTRAL = LLAMA | {"head_dim": 16, "rope_parameters": YARN | {"rope_theta": 1e4, "llama_4_scaling_beta": 0.5}}
 LLAMA3 = {
     "rope_type": "llama3",
     "factor": 4.0,
@@ -276,6 +277,7 @@ CASES: dict[str, tuple[str, str, dict[str, Any]]] = {
         "GraniteForCausalLM",
         LLAMA | GRANITE | {"tie_word_embeddings": True, "attention_bias": True, "mlp_bias": True},
     ),
+    "ministral3": ("Ministral3Config", "Ministral3ForCausalLM", MINISTRAL),
     "granitehybrid": ("GraniteMoeHybridConfig", "GraniteMoeHybridForCausalLM", GRANITE_HYBRID),
     "granitehybrid-still": (
         "GraniteMoeHybridConfig",
@@ -425,6 +427,9 @@ SEEING: dict[str, tuple[str, str, dict[str, Any]]] = {
     "mistral3": _seeing(
         "Mistral3", LLAMA | {"model_type": "mistral", "head_dim": 16}, VISION | {"model_type": "pixtral", "head_dim": 8}
     ),
+    "ministral3-sees": _seeing(
+        "Mistral3", MINISTRAL | {"model_type": "ministral3"}, VISION | {"model_type": "pixtral", "head_dim": 8}
+    ),
     "qwen2-audio": _seeing("Qwen2Audio", LLAMA | {"model_type": "qwen2"}, AUDIO, "audio"),
     "qwen2-vl": _seeing("Qwen2VL", MROPE, {"depth": 1, "embed_dim": 16, "num_heads": 2, "hidden_size": 32}),
     "qwen2.5-vl": _seeing("Qwen2_5_VL", MROPE, QWEN_VISION),
@@ -442,6 +447,7 @@ FAMILIES = (
     "qwen3",
     "granite",
     "granitehybrid",
+    "ministral3",
     "smollm3",
     "arcee",
     "starcoder2",

@@ -73,8 +73,9 @@ def _store(x, live, inside, to, scale_of, MOST: tl.constexpr):
 @triton.jit(do_not_specialize=["num_tokens"], do_not_specialize_on_alignment=["slots", "positions"])
 def _prepare(
     qkv, query, elements, scales, slots, positions, cos_sin, q_norm, k_norm, num_tokens, qkv_stride, block_stride,
-    head_stride, eps, FIRST: tl.constexpr, HEADS: tl.constexpr, KV_HEADS: tl.constexpr, DIM: tl.constexpr,
-    ROTARY: tl.constexpr, PLUS_ONE: tl.constexpr, TOKENS: tl.constexpr, BLOCK_SIZE: tl.constexpr, MOST: tl.constexpr,
+    head_stride, queries_ahead, eps, FIRST: tl.constexpr, HEADS: tl.constexpr, KV_HEADS: tl.constexpr,
+    DIM: tl.constexpr, ROTARY: tl.constexpr, PLUS_ONE: tl.constexpr, TOKENS: tl.constexpr, BLOCK_SIZE: tl.constexpr,
+    MOST: tl.constexpr,
 ):  # fmt: skip
     begin_kernel()
     head = FIRST + tl.program_id(1)  # of [0, HEADS) queries, then KV_HEADS of keys, then as many of values
@@ -86,6 +87,8 @@ def _prepare(
     if ROTARY > 0:
         angles = cos_sin + tl.load(positions + token, live, other=0).to(tl.int64) * ROTARY
     if head < HEADS:
+        if ROTARY > 0:
+            angles += queries_ahead
         x = _head(rows, live, angles, q_norm, eps, PLUS_ONE, DIM, ROTARY)
         place = (token.to(tl.int64) * HEADS + head) * DIM + column
         tl.store(query + place, narrow(x, query.dtype.element_ty), live & (column < DIM))
@@ -113,14 +116,15 @@ def prepare(qkv: Tensor, pages: Pages, slots: Tensor, positions: Tensor, spec: A
     Returns:
         The queries, [T, Hq D]; or `qkv` as it is, which they are the first columns of, where nothing is done to them.
     """
-    rope, rotary = spec.rope, 0 if spec.rope is None else spec.rope.shape[1]
+    rope, rotary = spec.rope, 0 if spec.rope is None else spec.rope.shape[-1]
     first = spec.num_heads if rope is None and spec.q_norm is None else 0
     query = qkv if first else qkv.new_empty(len(qkv), spec.num_heads * spec.head_dim)
+    strides = qkv.stride(0), pages.elements.stride(0), pages.elements.stride(2)
     launch(
         _prepare,
         (triton.cdiv(len(qkv), TOKENS), spec.num_heads - first + 2 * spec.num_kv_heads),
         *(qkv, query, pages.elements, pages.scales, slots, positions, rope, spec.q_norm, spec.k_norm),
-        *(len(qkv), qkv.stride(0), pages.elements.stride(0), pages.elements.stride(2), spec.norm_eps),
+        *(len(qkv), *strides, spec.queries_ahead, spec.norm_eps),
         FIRST=first,
         HEADS=spec.num_heads,
         KV_HEADS=spec.num_kv_heads,

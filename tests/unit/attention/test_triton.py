@@ -4,6 +4,7 @@ Without a GPU the kernels are interpreted, which takes milliseconds for each pro
 """
 
 import mmap
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -270,9 +271,9 @@ def test_moved_tokens_and_copied_blocks_are_themselves(kind: str) -> None:
 
 @pytest.mark.pairs
 @pytest.mark.parametrize("norms", [False, True, "plus one"])
-@pytest.mark.parametrize(("head_dim", "rotary_dim"), [(40, 20), (64, 64), (96, 0)])
+@pytest.mark.parametrize(("head_dim", "rotary_dim", "tables"), [(40, 20, 1), (64, 64, 1), (64, 64, 2), (96, 0, 1)])
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_norms_and_rotation(dtype: torch.dtype, head_dim: int, rotary_dim: int, norms: bool | str) -> None:
+def test_norms_and_rotation(dtype: torch.dtype, head_dim: int, rotary_dim: int, tables: int, norms: bool | str) -> None:
     generator = torch.Generator().manual_seed(5)
     angles = torch.rand(60, rotary_dim // 2, generator=generator) * 6
     weights = (torch.randn(2, head_dim, generator=generator) * 0.2 + (norms != "plus one")).to(dtype)
@@ -281,6 +282,8 @@ def test_norms_and_rotation(dtype: torch.dtype, head_dim: int, rotary_dim: int, 
         4, 2, head_dim, 0.3, q_norm=q_norm, k_norm=k_norm, norm_eps=1e-5, norm_plus_one=norms == "plus one",
         rope=torch.cat((angles.cos(), angles.sin()), 1) if rotary_dim else None,
     )  # fmt: skip
+    if tables == 2 and spec.rope is not None:
+        spec = replace(spec, rope=torch.stack((spec.rope, spec.rope * 0.5 ** (torch.arange(60)[:, None] % 3))))
     qkv = torch.randn(33, spec.qkv_size, generator=generator).to(dtype)
     positions, slots = torch.arange(20, 53).int(), torch.randperm(48)[:33].int()
     slots[4] = -1  # a row that pads a batch

@@ -1,6 +1,8 @@
 """Norms, activations, sums, embeddings and rotations, on every level: near fp64 and the twins, row by row."""
 
+import math
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import pytest
@@ -208,11 +210,12 @@ def test_a_row_beyond_the_table_is_zeros(level: str, dtype: torch.dtype, type: T
     {
         ("head_dim", "rotary_dim"): [(8, 8), (40, 20), (64, 64), (80, 6), (128, 128), (256, 64)],
         "norms": [False, True],
+        "own_table": [False, True],
         "dtype": DTYPES,
     }
 )
 def test_queries_are_normed_and_rotated_in_place(
-    level: str, dtype: torch.dtype, norms: bool, head_dim: int, rotary_dim: int
+    level: str, dtype: torch.dtype, norms: bool, own_table: bool, head_dim: int, rotary_dim: int
 ) -> None:
     """Keys and values go to the cache, see tests/unit/attention; their columns of qkv stay as they were."""
     num_tokens = 19
@@ -223,6 +226,8 @@ def test_queries_are_normed_and_rotated_in_place(
     builder = ProgramBuilder(dtype)
     qkv = builder.input(5 * head_dim)
     spec = AttentionSpec(3, 1, head_dim, 1.0, q_norm=q_norm, k_norm=k_norm, norm_eps=1e-5, rope=cos_sin)
+    if own_table:
+        spec = replace(spec, rope=at_page_end(torch.stack((torch.full_like(cos_sin, math.nan), cos_sin))))
     program = builder.finish(ops.attend(ops.prepare(qkv, spec), spec))
     positions = torch.randperm(60, generator=torch.Generator().manual_seed(1))[:num_tokens]
     x = draw(num_tokens, 5 * head_dim, dtype=dtype)
