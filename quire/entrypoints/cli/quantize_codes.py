@@ -73,7 +73,7 @@ def quantize(matrix: Tensor, scheme: Scheme, hessian: Tensor) -> Codes:
 def to_fp8(matrix: Tensor, scale_dtype: torch.dtype) -> Codes:
     """Each row as float8 (e4m3), its largest magnitude as the largest of those."""
     most = torch.finfo(torch.float8_e4m3fn).max
-    scales = (matrix.abs().amax(1, keepdim=True) / most).clamp(min=1e-12).to(scale_dtype).float()
+    scales = (matrix.abs().amax(1, keepdim=True) / most).clamp(min=1e-7).to(scale_dtype).float()
     codes = (matrix / scales).clamp(-most, most).to(torch.float8_e4m3fn)
     return Codes(codes, scales, torch.zeros(scales.shape, dtype=torch.int32), torch.zeros(matrix.shape[1]).long())
 

@@ -319,6 +319,21 @@ def test_what_is_quantized_already_is_refused(small: Path, tmp_path: Path, capsy
     assert "quantized" in refusal(capsys, done, tmp_path / "out", "--method", "int4")
 
 
+@pytest.mark.parametrize("method", METHODS)
+def test_rows_of_zeros_in_float16_stay_zeros(small: Path, tmp_path: Path, method: str) -> None:
+    half, name = shutil.copytree(small, tmp_path / "half"), "model.layers.0.mlp.up_proj"
+    tensors = {key: each.half() for key, each in load_file(small / "model.safetensors").items()}
+    tensors[f"{name}.weight"][3] = 0
+    tensors[f"{name}.weight"][4] = 1e-6
+    save_file(tensors, half / "model.safetensors")
+    assert main(["quantize", str(half), str(tmp_path / "out"), "--method", method, *FEW]) == 0
+    bits = 8 if method in ("int8", "fp8") else 4
+    found = dequantized(load_file(tmp_path / "out" / "model.safetensors"), name, method, bits)
+    assert not found[3].any()
+    assert (found[4] - (1e-6 if method != "awq" else found[4])).abs().max() < 1e-6
+    assert found.isfinite().all()
+
+
 def test_experts_in_one_tensor_are_refused(small: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     stated = json.loads((small / "config.json").read_text())
     model = shutil.copytree(small, tmp_path / "experts")
