@@ -96,11 +96,11 @@ def _scheme(options: Namespace, survey: Survey, source: SafetensorsSource) -> Sc
         if group and each % group:
             raise ConfigError(f"--group-size {group} does not divide the {each} columns of {name}; try 64, 32, or -1.")
     for path, part in survey.parts.items():
-        if method not in ("gptq", "awq"):
-            if part.turned:
-                raise ConfigError(f"compressed-tensors can't have {path}, which is stored turned: take gptq or awq.")
-        elif any(size % 8 for size in (*part.module.parts.values(), part.module.shape.in_features)):
-            raise ConfigError(f"{method} packs eight rows and columns in a word, and {path} has others: take int4.")
+        rows = (*part.module.parts.values(),) if method in ("gptq", "awq") else ()
+        if part.turned and not rows:
+            raise ConfigError(f"compressed-tensors can't have {path}, which is stored turned: take gptq or awq.")
+        if any(size % {"fp8": 1, "int8": 4}.get(method, 8) for size in (*rows, part.module.shape.in_features)):
+            raise ConfigError(f"{method} packs 8 numbers in a word (int8 4), and {path} has others: take int8 or fp8.")
     kept = {survey.model.form.canonical(spec.name): spec.dtype for spec in source.specs}
     stored = "F16" if method in ("gptq", "awq") else kept.get(f"{next(iter(columns))}.weight", "")
     dtype = {"F16": torch.float16, "BF16": torch.bfloat16}.get(stored, torch.float32)

@@ -334,6 +334,16 @@ def test_rows_of_zeros_in_float16_stay_zeros(small: Path, tmp_path: Path, method
     assert found.isfinite().all()
 
 
+def test_rows_that_are_no_whole_words_are_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """What would be written could not be read again: words of a row hold eight columns, and of int8 four."""
+    small = made(tmp_path / "small", intermediate_size=92)
+    for method in ("int4", "gptq"):
+        told = refusal(capsys, small, tmp_path / "out", "--method", method)
+        assert f"{method} packs 8 numbers in a word (int8 4), and model.layers.0.mlp." in told
+    assert main(["quantize", str(small), str(tmp_path / "out"), "--method", "int8", *FEW]) == 0
+    assert loss_of(str(tmp_path / "out"), 8, 64) == pytest.approx(loss_of(str(small), 8, 64), abs=0.1)
+
+
 def test_experts_in_one_tensor_are_refused(small: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     stated = json.loads((small / "config.json").read_text())
     model = shutil.copytree(small, tmp_path / "experts")
