@@ -20,7 +20,8 @@ from quire.entrypoints.cli.quantize_codes import Codes, Scheme
 
 SHARD_BYTES = 2**30
 _AWQ_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)
-_COPIED = ("*.json", "*.model", "*.txt", "*.jinja", "*.tiktoken", "LICENSE*")  # tokenizer, template, defaults
+# Tokenizer, templates, defaults.
+_COPIED = ("*.json", "*.model", "*.txt", "*.jinja", "additional_chat_templates/*.jinja", "*.tiktoken", "LICENSE*")
 _CARD = Path(__file__).with_name("quantize_card.md")
 
 
@@ -114,7 +115,8 @@ def copy_rest(source: Path, folder: Path) -> None:
     """Bring what is not weights along, but what is written anew."""
     for path in (path for pattern in _COPIED for path in source.glob(pattern)):
         if path.name not in ("config.json", "quantize_config.json") and not path.name.endswith(".index.json"):
-            shutil.copyfile(path, folder / path.name)
+            (target := folder / path.relative_to(source)).parent.mkdir(exist_ok=True)
+            shutil.copyfile(path, target)
 
 
 def write_json(path: Path, value: object) -> None:
@@ -133,7 +135,6 @@ def card(model: str, scheme: Scheme, text: str, losses: Sequence[float], errors:
     shared = f"groups of {scheme.group_size} columns" if scheme.group_size else "rows"
     kind = f"{scheme.method}, {scheme.bits} bits, scales for {shared}{', by activity' * scheme.desc_act}"
     before, after = (f"{loss:.4f} | {math.exp(loss):.3f}" for loss in losses)
-    rows = [f"| {i} | {error:.2e} |" for i, error in enumerate(errors)]
+    table = "\n".join(f"| {i} | {error:.2e} |" for i, error in enumerate(errors))
     facts = {"model": model, "base": json.dumps(model), "title": f"{Path(model).name}, {scheme.method}", "kind": kind}
-    facts |= {"text": text, "before": before, "after": after, "errors": "\n".join(rows)}
-    return _CARD.read_text("utf-8").format(**facts)
+    return _CARD.read_text("utf-8").format(text=text, before=before, after=after, errors=table, **facts)

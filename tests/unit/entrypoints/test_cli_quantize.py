@@ -344,6 +344,16 @@ def test_rows_that_are_no_whole_words_are_refused(tmp_path: Path, capsys: pytest
     assert loss_of(str(tmp_path / "out"), 8, 64) == pytest.approx(loss_of(str(small), 8, 64), abs=0.1)
 
 
+def test_every_template_is_brought_along(small: Path, tmp_path: Path) -> None:
+    model = shutil.copytree(small, tmp_path / "model")
+    (model / "additional_chat_templates").mkdir()
+    for name in ("chat_template.jinja", "additional_chat_templates/tool_use.jinja"):
+        (model / name).write_text(name)
+    assert main(["quantize", str(model), str(tmp_path / "out"), "--method", "int8", *FEW]) == 0
+    for name in ("chat_template.jinja", "additional_chat_templates/tool_use.jinja"):
+        assert (tmp_path / "out" / name).read_text() == name
+
+
 def test_experts_in_one_tensor_are_refused(small: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     stated = json.loads((small / "config.json").read_text())
     model = shutil.copytree(small, tmp_path / "experts")
