@@ -118,8 +118,8 @@ def _read_text(options: Namespace, config: ModelConfig) -> _Text:
     start, ids = tokenizer.encode(""), tokenizer.encode(text, False)
     length = min(options.length, config.max_model_len, len(start) + len(ids) // _HELD_OUT)
     step = length - len(start)
-    if step < _LEAST:
-        least = f"{_LEAST * _HELD_OUT} tokens are the least, and --length {_LEAST + len(start)}"
+    if step < _LEAST or (options.num_samples == 1 and options.method in ("gptq", "awq")):  # which is held out
+        least = f"{_LEAST * _HELD_OUT} tokens are the least, --num-samples 2 and --length {_LEAST + len(start)}"
         raise ConfigError(f"--calibration {path}: {len(ids)} tokens, {length} at once, are too few; {least}.")
     rows = [torch.tensor(start + ids[i : i + step]) for i in range(0, len(ids) - step + 1, step)[: options.num_samples]]
     held, known = rows[::_HELD_OUT], [row for i, row in enumerate(rows) if i % _HELD_OUT]

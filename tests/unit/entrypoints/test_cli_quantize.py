@@ -286,6 +286,8 @@ def test_refusals(
     assert "does not end" in refusal(capsys, small, out, "--method", "gptq", "--calibration", "/dev/zero")
     assert "too few" in refusal(capsys, small, out, "--method", "gptq", "--calibration", short)
     assert "and --length 1" in refusal(capsys, small, out, "--method", "gptq", "--length", 3)
+    for method in ("gptq", "awq"):  # the only one would be held out
+        assert "are the least, --num-samples 2" in refusal(capsys, small, out, "--method", method, "--num-samples", 1)
     assert "UTF-8" in refusal(capsys, small, out, "--method", "gptq", "--calibration", binary)
     with pytest.raises(SystemExit):
         main(["quantize", str(small), str(out), "--method", "gguf"])
