@@ -220,11 +220,6 @@ class _Module:
                 return group
         return next((group for target, group in targeted if target == "Linear"), targeted[0][1] if targeted else {})
 
-    @property
-    def arguments(self) -> Mapping[str, Any]:
-        """Of compressed-tensors, what is said of the weights of such modules."""
-        return self.scheme.get("weights", {})
-
     def group(self, size: Any, num_columns: int) -> int:
         """Columns of a group; all where none are named."""
         return num_columns if not isinstance(size, int) or size <= 0 else min(size, num_columns)
@@ -249,6 +244,9 @@ def _gptq(module: _Module) -> QuantizedMatrix | None:
     num_columns = words * 32 // bits
     group = module.group(module.stated["group_size"], num_columns)
     num_groups = -(-num_columns // group)
+    own = (*module.parts.get("scales", module.parts["qweight"]).shape, 0)[0]
+    if module.stated.get("dynamic") and own not in (0, num_groups) and num_columns % own == 0:
+        group, num_groups = num_columns // own, own  # as its rules have it for some modules
     forms = {
         "qweight": ((words, num_rows), ("I32",)),
         "qzeros": ((num_groups, num_rows * bits // 32), ("I32",)),
@@ -313,7 +311,7 @@ def _rounds_activations(module: _Module) -> bool:
 
 def _scale_block(module: _Module, num_columns: int, num_groups: int) -> tuple[int, int]:
     """Rows and columns that share a scale."""
-    arguments = module.arguments
+    arguments = module.scheme.get("weights", {})
     stated = module.stated.get("weight_block_size") or arguments.get("block_structure")
     if isinstance(stated, list) and len(stated) == 2 and all(type(size) is int and size > 0 for size in stated):
         return stated[0], stated[1]
@@ -332,7 +330,7 @@ def _compressed(module: _Module) -> QuantizedMatrix | None:
         forms = {"weight_packed": (packed.shape, ("U8",)), scale: ((num_rows, words // 16), ("U8", "F8_E8M0"))}
         read = partial(packings.read_mxfp4, num_columns=words * 2, codes="weight_packed", exponents=scale)
         return module.matrix((num_rows, words * 2), forms, read, 32, "C4")
-    arguments = module.arguments
+    arguments = module.scheme.get("weights", {})
     bits = arguments.get("num_bits", 4)
     num_columns = words * 32 // bits
     group = module.group(arguments.get("group_size"), num_columns)

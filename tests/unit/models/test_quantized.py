@@ -131,6 +131,24 @@ def test_groups_that_are_not_what_is_stated(tmp_path: Path) -> None:
         read(tmp_path)
 
 
+def test_modules_with_bits_and_groups_of_their_own(tmp_path: Path) -> None:
+    """GPTQModel's `dynamic`: rules for some modules, by patterns."""
+    stated, quantize = files.CASES["gptq-4"]
+    rules = {r"+:.*\.k_proj": {"bits": 8, "group_size": 32}, r".*\.v_proj": {"group_size": 64}, r"-:.*\.o_proj": {}}
+    own = {"k_proj": files.gptq(8, 32), "v_proj": files.gptq(4, 64)}
+
+    def by_name(name: str, weight: Tensor) -> Any:
+        return own.get(name.rpartition(".")[2], quantize)(name, weight)
+
+    values = files.write(tmp_path, stated | {"dynamic": rules}, by_name, ("o_proj",), only=LAYER)
+    found = read(tmp_path)
+    assert found.keys() == values.keys()
+    assert all(torch.equal(found[name], tensor.float()) for name, tensor in values.items())
+    source = SafetensorsSource(tmp_path, "a model")
+    matrices = find_matrices(source, ModelConfig.from_pretrained(tmp_path).hf_config["quantization_config"])
+    assert [matrices[f"model.{LAYER}.{part}_proj.weight"].type for part in "qkv"] == ["U4_128", "U8_32", "U4_32"]
+
+
 def test_scattered_groups_are_no_blocks() -> None:
     numbers = Numbers(torch.zeros(2, 64, dtype=torch.uint8), torch.ones(2, 2), None, torch.arange(64) % 2)
     with pytest.raises(ValueError, match="scattered over columns, where 32 ones after another should share one"):
