@@ -4,7 +4,7 @@ There is never a second copy: rows go from the mapped checkpoint straight into t
 matrix is recorded in a program (`quire.ops.native.builder`); there are no tensors to multiply here.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from itertools import groupby
 
@@ -19,6 +19,7 @@ from quire.quantization.coded import MADE
 
 # (shape, dtype, name) -> zeroed memory, or what an earlier start left there under the name.
 Allocate = Callable[[tuple[int, ...], torch.dtype, str], Tensor]
+Weights = Mapping[str, Tensor]
 _MADE = {name: made.packed for name, made in MADE.items() if made.packed is not None}  # that the kernels have
 
 
@@ -98,26 +99,24 @@ class PackedParts(QuantizationMethod):
 
     def create_weights(self, shape: MatrixShape, dtype: torch.dtype, name: str = "") -> dict[str, Tensor]:
         weights: dict[str, Tensor] = {}
-        for first, method, part in self._matrices(shape):
+        for first, method, part, _ in self._matrices(shape, {}):
             made = method.create_weights(part, dtype, f"{name}.{first}")
             weights |= {f"{tensor}_{first}": weight for tensor, weight in made.items()}
         return weights | ({"bias": torch.empty(shape.out_features, dtype=dtype)} if shape.bias else {})
 
     def load(self, weights: Mapping[str, Tensor], shape: MatrixShape, loaded: Tensor, start: int) -> None:
-        first, method, part = [each for each in self._matrices(shape) if each[0] <= start][-1]
-        method.load({"packed": weights[f"packed_{first}"]}, part, loaded, start - first)
+        first, method, part, own = [each for each in self._matrices(shape, weights) if each[0] <= start][-1]
+        method.load(own, part, loaded, start - first)
 
     def apply(self, weights: Mapping[str, Tensor], shape: MatrixShape, x: Tensor, *, wide: bool = False) -> Tensor:
-        made = self._matrices(shape)
-        parts = [method.matrix({"packed": weights[f"packed_{first}"]}, part) for first, method, part in made]
+        parts = [method.matrix(own, part) for _, method, part, own in self._matrices(shape, weights)]
         return ops.linear(x, parts, weights.get("bias"), torch.float32 if wide else None)
 
-    def _matrices(self, shape: MatrixShape) -> list[tuple[int, Packed, MatrixShape]]:
-        """The first row, format and shape of each."""
-        found: list[tuple[int, Packed, MatrixShape]] = []
+    def _matrices(self, shape: MatrixShape, weights: Weights) -> Iterator[tuple[int, Packed, MatrixShape, Weights]]:
+        """The first row, format, shape and weights of each."""
         first = 0
         for method, parts in groupby(shape.parts, self._methods.__getitem__):
             rows = sum(shape.parts[part] for part in parts)
-            found.append((first, method, MatrixShape(shape.in_features, rows)))
+            own = {name.removesuffix(f"_{first}"): each for name, each in weights.items() if name.endswith(f"_{first}")}
+            yield first, method, MatrixShape(shape.in_features, rows), own
             first += rows
-        return found

@@ -99,6 +99,18 @@ def test_activations_in_eight_bits(tmp_path: Path, native: str) -> None:
     assert answers(tmp_path / "both", tensor_parallel_size=2) == found
 
 
+@pytest.mark.parametrize("ignored", ["q_proj", "up_proj"])
+def test_activations_in_eight_bits_for_parts_of_a_layer(tmp_path: Path, ignored: str, native: str) -> None:
+    """The others are plain: a merged layer is two matrices, of which one has scales of its own."""
+    stated, quantize = copy.deepcopy(files.CASES["ct-int8"][0]), files.CASES["ct-int8"][1]
+    stated["config_groups"]["group_0"]["input_activations"] = {"num_bits": 8, "type": "int", "dynamic": True}
+    values = files.write(tmp_path / "both", stated, quantize, (ignored,))
+    files.write_values(tmp_path / "plain", values, torch.bfloat16)
+    expected, found = answers(tmp_path / "plain"), answers(tmp_path / "both")
+    for (tokens, logprobs), (near, others) in zip(found, expected, strict=True):
+        assert logprobs[0][tokens[0]].logprob == pytest.approx(others[0][near[0]].logprob, abs=0.3)
+
+
 @pytest.mark.slow
 def test_two_ranks(tmp_path: Path, native: str, caplog: pytest.LogCaptureFixture) -> None:
     files.write(tmp_path, *files.CASES["awq-gemm"])
