@@ -7,7 +7,6 @@ block: a file of another model, or a damaged one, is counted and never used. Sev
 
 import contextlib
 import hashlib
-import logging
 import os
 import queue
 import re
@@ -20,9 +19,8 @@ from itertools import count
 from pathlib import Path
 
 from quire.protocol.step import DiskNews
+from quire.utils.logs import logger
 from quire.worker.weights.cache import partial_name, remove, remove_partials
-
-logger = logging.getLogger(__name__)
 
 FORMAT = 1  # raised when what is in a block, or in its file, changes
 MAX_QUEUED_BYTES = 256 * 2**20  # of blocks that wait to be written; more are not kept

@@ -5,7 +5,6 @@ remember the new tokens, have more drafted. It keeps rows and KV tensors and kno
 """
 
 import ctypes
-import logging
 from collections import deque
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
@@ -37,6 +36,7 @@ from quire.sampling.sampler import rank
 from quire.sampling.state import Mask, SamplingState, masks_of
 from quire.sampling.waves import draw_lanes
 from quire.sampling_params import SamplingParams
+from quire.utils.logs import logger
 from quire.worker.adapters import Adapters
 from quire.worker.ahead import Ahead
 from quire.worker.cache import KVCache
@@ -45,8 +45,6 @@ from quire.worker.gather import StepBatch, gather
 from quire.worker.judging import NO_HIDDEN
 from quire.worker.rows import Row, RowTable
 from quire.worker.speculation import Speculation
-
-logger = logging.getLogger(__name__)
 
 # Rows of logits held at once for prompt logprobs: 128 rows of a 152k vocabulary are 78 MB in fp32.
 PROMPT_LOGPROBS_ROWS = 128

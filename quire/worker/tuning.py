@@ -1,17 +1,15 @@
 """Keeps how this machine multiplies large matrices fastest, beside its packed weights: a start measures it but once."""
 
 import hashlib
-import logging
 import os
 import time
 from contextlib import suppress
 from functools import partial
 
 from quire.ops.native.library import Target, library_path, loaded_library
+from quire.utils.logs import logger
 from quire.worker.fingerprint import processor
 from quire.worker.weights.cache import cache_folder, new_file
-
-logger = logging.getLogger(__name__)
 
 
 def tune(target: Target) -> None:

@@ -4,7 +4,6 @@ The worker makes one. Weights are packed for the kernels, steps run as recorded 
 the KV cache lies in huge pages. Knows no plan and no row.
 """
 
-import logging
 import os
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -28,6 +27,7 @@ from quire.ops.native.library import TORCH, Target, choose_level, default_num_th
 from quire.quantization.packed import Packing
 from quire.quantization.registry import TypesByLayer, WeightFormats, select_formats
 from quire.utils.host_memory import available_memory_bytes
+from quire.utils.logs import logger
 from quire.worker.devices.base import Device, block_parts
 from quire.worker.gather import Ints
 from quire.worker.pages import huge_pages, keep_freed_memory
@@ -39,8 +39,6 @@ from quire.worker.weights.store import WeightStore
 SMALL_MODEL = 16_000_000
 # Activations touched at start-up, in tokens: the first use of a page costs as much as computing on it, here and there.
 TOUCHED_ACTIVATIONS = 2048
-
-logger = logging.getLogger(__name__)
 
 
 class CpuDevice(Device):

@@ -5,7 +5,6 @@ one copy, and its tokens are drawn there. Without Triton plain torch does the sa
 """
 
 import importlib.util
-import logging
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 
@@ -22,6 +21,7 @@ from quire.models.registry import DTYPES
 from quire.ops.native.library import TORCH
 from quire.protocol.cache import LayerCache
 from quire.quantization.registry import TypesByLayer, WeightFormats, select_formats
+from quire.utils.logs import logger
 from quire.worker.devices.base import Device, M, RowSampler, block_parts
 from quire.worker.devices.graphs import SIZES, GraphedModel
 from quire.worker.devices.meter import DeviceMeter, Meter
@@ -32,8 +32,6 @@ from quire.worker.weights.store import WeightStore
 
 TRITON = "triton"  # the level of its kernels
 FP8_CAPABILITY = (8, 9)
-
-logger = logging.getLogger(__name__)
 
 
 class CudaDevice(Device):

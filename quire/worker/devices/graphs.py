@@ -5,7 +5,6 @@ tokens, of sequences and a longest context out of a table each, to which steps a
 that read and write nothing. All else runs as it is. Bits are the same both ways. Knows no plan.
 """
 
-import logging
 from bisect import bisect_left
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -18,6 +17,7 @@ from tqdm import tqdm
 from quire.attention.base import AttentionBatch
 from quire.attention.step import AdapterBatch, Step
 from quire.models.causal_lm import CausalLM
+from quire.utils.logs import logger
 from quire.worker.devices.stream import CudaStream
 
 # Sequences of one token each.
@@ -29,8 +29,6 @@ CONTEXTS = tuple(1024 * 4**i for i in range(6))  # tokens of the longest one
 
 Build = Callable[[AttentionBatch], Any]
 Key = tuple[int, int, bool, int]  # of a graph: tokens, sequences, whether those have one each, the longest context
-
-logger = logging.getLogger(__name__)
 
 
 @dataclass(eq=False)
