@@ -14,6 +14,7 @@ import msgspec
 from quire.config.worker import WorkerConfig
 from quire.errors import QuireError
 from quire.protocol.worker import CallReply, Invoke, WorkerCall, WorkerReply
+from quire.utils.logs import logger
 from quire.worker.worker import Worker
 
 
@@ -32,7 +33,7 @@ class Keeper:
         return self._worker
 
     def call(self, call: WorkerCall) -> WorkerReply:
-        """Answer a call. What a method refuses is a reply, and so is a method that there is not."""
+        """Answer a call. Whatever a method raises is a reply, and so is a method that there is not."""
         if not isinstance(call, Invoke):
             return CallReply(None) if self._worker is None else self._worker.call(call)
         method = getattr(self if hasattr(Keeper, call.method) else self._worker, call.method, None)
@@ -44,6 +45,9 @@ class Keeper:
             return CallReply(None, value)
         except (QuireError, OSError, MemoryError, TypeError) as error:
             return CallReply(f"{call.method}: {error}")
+        except Exception as error:
+            logger.exception("%s failed", call.method)
+            return CallReply(f"{call.method}: {error!r}")
 
     def sleep(self, level: int) -> None:
         """Give back the memory of weights and KV cache; at level 2 forget where other weights came from, too."""

@@ -167,6 +167,8 @@ def test_ranks_of_a_tensor_group(start: Callable[..., LLM], other: Path) -> None
     llm = start(tensor_parallel_size=2)
     check_weights(llm, other)
     assert len(llm.collective_rpc("reset")) == 2
+    with pytest.raises(RequestFailedError, match="call: AttributeError"):
+        llm.collective_rpc("call", args=(5,))
     with pytest.raises(NotYetSupportedError, match="in this process"):
         llm.collective_rpc(lambda worker: worker)
 
@@ -252,6 +254,8 @@ def test_wrong_words_are_refused(start: Callable[..., LLM]) -> None:
             llm.collective_rpc(name)
     with pytest.raises(RequestFailedError, match="update_weights: .*argument"):
         llm.collective_rpc("update_weights")
+    with pytest.raises(RequestFailedError, match=r"^call: AttributeError\(.'int' object has no"):
+        llm.collective_rpc("call", args=(5,))  # whatever it raises: the engine goes on
     assert llm.collective_rpc(lambda worker, plus: worker.device.num_threads + plus, args=(1,)) == [2]
     with pytest.raises(InvalidRequestError, match="timeout"):
         llm.collective_rpc("reset", timeout=1.0)
