@@ -71,9 +71,5 @@ def decoded(body: bytes | bytearray, kind: Any) -> Any:
     return _decoder(kind).decode(body)
 
 
-@cache
-def _decoder(kind: Any) -> msgspec.msgpack.Decoder[Any]:
-    return msgspec.msgpack.Decoder(kind, dec_hook=lambda _, text: Path(text))
-
-
+_decoder = cache(lambda kind: msgspec.msgpack.Decoder(kind, dec_hook=lambda _, text: Path(text)))
 encoded = msgspec.msgpack.Encoder(enc_hook=os.fspath).encode  # a Path is all that needs a hook

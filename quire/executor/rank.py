@@ -22,7 +22,7 @@ class Rank:
     def __init__(self, rank: int) -> None:
         self.rank, self.fault = rank, b""
         self._keeper: Any = None
-        self._reporter = 0
+        self._answers = {"all"}  # the orders that it answers, by whom they ask
 
     def carry_out(self, number: int, body: bytes | bytearray) -> tuple[int, bytes] | None:
         """The answer to an order, with its number; None where this rank gives none."""
@@ -34,7 +34,7 @@ class Rank:
                 from quire.worker.keeper import Keeper  # torch comes in here: the watch must not wait for it
 
                 config = dataclasses.replace(given[0][0], rank=self.rank)
-                self._keeper, self._reporter = Keeper(config), config.reporter
+                self._keeper, self._answers = Keeper(config), {"all", "one" if self.rank == config.reporter else "all"}
                 value = self._keeper.worker.load(given[0][1] and self.rank == 0)
                 gc.freeze()  # the model's objects are here to stay: collections need not look at them again
                 gc.enable()
@@ -48,5 +48,4 @@ class Rank:
                 kind, text = "MemoryError", f"{text or 'there is no more'}; `quire plan` says what each rank needs"
             self.fault = encoded((kind, text))
             return FAULT, self.fault
-        answers = order.answers == "all" or (order.answers == "one" and self.rank == self._reporter)
-        return (number, encoded(value)) if answers else None
+        return (number, encoded(value)) if order.answers in self._answers else None

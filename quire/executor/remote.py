@@ -115,9 +115,8 @@ class RemoteExecutor(Executor):
 
     def check(self) -> None:
         if self._fault:
-            for rank in range(self._config.num_ranks):  # rather what a worker said before its end
-                while self._read(rank, 0.0) is not None:
-                    pass
+            while any([self._read(rank, 0.0) for rank in range(self._config.num_ranks)]):
+                pass  # rather what a worker said before its end
             raise EngineDeadError(self._fault)
 
     def stop(self) -> None:
@@ -131,8 +130,7 @@ class RemoteExecutor(Executor):
     def _order(self, name: str, argument: object = None) -> None:
         self._name = name
         self.check()
-        body = b"" if ORDERS[name].argument is None else encoded(argument)
-        self.workers.send(NUMBERS[name], body, self.check)
+        self.workers.send(NUMBERS[name], b"" if ORDERS[name].argument is None else encoded(argument), self.check)
 
     def _ask(self, name: str, argument: object = None) -> list[Any]:
         """The answers of the ranks that give one."""
