@@ -158,7 +158,8 @@ class RemoteExecutor(Executor):
         if kind == "MemoryError" and self._name == "initialize_cache":
             raise MemoryError(text)
         if self._name in ("load", "cache_report", "initialize_cache") and (known := getattr(errors, kind, None)):
-            raise known(text)
+            # Of several nodes one may lack the model's files, or the memory.
+            raise known(f"{text} ({self.workers.told(rank)})" if self._config.nodes else text)
         raise EngineDeadError(self._fault)
 
     def _told(self, rank: int, what: str) -> str:

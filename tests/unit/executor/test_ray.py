@@ -9,9 +9,10 @@ import pytest
 
 from quire import LLM
 from quire.config.engine_args import EngineArgs
-from quire.errors import ConfigError
+from quire.errors import ConfigError, ModelLoadError
 from quire.executor.orders import FAULT, decoded
 from quire.executor.ray import Actors, placed
+from quire.executor.remote import RemoteExecutor
 
 TP, PP, DP = "tensor_parallel_size", "pipeline_parallel_size", "data_parallel_size"
 
@@ -77,3 +78,12 @@ def test_what_fails_around_an_actors_rank_is_its_fault() -> None:
     assert actors.receive(1, 0.0) is None
     number, body = actors.receive(2, 0.0) or (-1, b"")
     assert (number, decoded(body, tuple[str, str])) == (FAULT, ("ImportError", "no torch"))
+
+
+def test_an_error_of_one_node_names_it() -> None:
+    """As where the model's files are on the others alone."""
+    actors = Actors(EngineArgs())
+    actors._places = [("1", f"192.0.2.{rank} {'ab' * 28}", 70 + rank, "") for rank in range(2)]
+    config: Any = SimpleNamespace(num_ranks=2, num_stages=1, nodes=("192.0.2.0", "192.0.2.1"))
+    with pytest.raises(ModelLoadError, match=r"^no weights \(process 71 on Ray's node 192.0.2.1 abababab\)$"):
+        RemoteExecutor(config, actors)._fail(1, "ModelLoadError", "no weights")
