@@ -8,13 +8,14 @@ import contextlib
 import dataclasses
 import os
 import select
+import socket
 import threading
 import time
 from collections.abc import Iterator, Sequence
 from datetime import timedelta
 from pathlib import Path
 
-from torch.distributed import PrefixStore, Store, TCPStore  # pyright: ignore[reportPrivateImportUsage]
+from torch.distributed import DistStoreError, PrefixStore, Store, TCPStore  # pyright: ignore[reportPrivateImportUsage]
 
 from quire import __version__
 from quire.config.worker import WorkerConfig
@@ -24,7 +25,7 @@ from quire.utils.host_memory import make_memory
 from quire.utils.logs import logger
 
 _WORDS = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
-_TOLD = timedelta(seconds=5)  # after which a rank says for whom it waits
+_TOLD = timedelta(seconds=5)  # after which a rank says for whom it waits, and again
 _MEET = timedelta(seconds=120)  # for all to come: some are quicker to import what they need
 _GRACE_SECONDS = 1.0  # for a rank that ended in good order: the others may be about to
 
@@ -52,16 +53,16 @@ def launched(config: WorkerConfig) -> WorkerConfig:
     store.set(f"place{rank}", f"{os.getpid()} {machine} {os.readlink('/proc/self/ns/pid')}")
     for i in range(size):
         with _awaited(f"rank {i} of {size} has not come within {_MEET.seconds} s, or rank 0 is gone"):
-            try:
-                store.wait([f"place{i}"], _TOLD)
-            except RuntimeError:
+            for _ in range(_MEET // _TOLD):  # nor does a Ctrl-C end a wait
+                with contextlib.suppress(DistStoreError):
+                    store.wait([f"place{i}"], _TOLD)
+                    break
                 logger.warning("rank %d waits for rank %d, which has not come yet", rank, i)
-                store.wait([f"place{i}"], _MEET)
+            store.wait([f"place{i}"], _TOLD)
     places = [store.get(f"place{i}").decode().partition(" ") for i in range(size)]
     if len({machine for _, _, machine in places}) > 1:
         raise ConfigError(f"the {size} processes of 'external_launcher' must be on one machine; start them there.")
-    own = [f"Quire {__version__}", *(f"{name}={value!r}" for name, value in vars(config).items())]
-    store.set(f"runs{rank}", "\n".join(own))
+    store.set(f"runs{rank}", "\n".join([f"Quire {__version__}", *(f"{k}={v!r}" for k, v in vars(config).items())]))
     with _awaited(f"one of the {size} ranks has come, and is gone"):
         runs = [store.get(f"runs{i}").decode().split("\n") for i in range(size)]
     for i, run in enumerate(runs):
@@ -78,9 +79,13 @@ def launched(config: WorkerConfig) -> WorkerConfig:
 
 def _store(rank: int, host: str, port: str) -> Store:
     """The launcher's, or rank 0's where it has none."""
-    keeps = rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
+    keeps, door = rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True", None
+    with contextlib.suppress(OSError):  # this process may have one there already, of another engine
+        kind = socket.AF_INET6 if ":" in host else socket.AF_INET
+        door = socket.create_server((host, int(port)), family=kind).detach() if keeps else None  # not on every address
     with _awaited(f"rank 0 is not at MASTER_ADDR:MASTER_PORT, {host}:{port}, or that port is in use"):
-        return TCPStore(host, int(port), None, keeps, _MEET, wait_for_workers=False, multi_tenant=True)
+        found = TCPStore(host, int(port), None, keeps, _MEET, False, True, door)
+        return PrefixStore(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"), found)  # torchrun's outlives its ranks
 
 
 @contextlib.contextmanager

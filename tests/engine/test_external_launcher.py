@@ -9,6 +9,7 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
 import time
 from datetime import timedelta
 from pathlib import Path
@@ -20,6 +21,7 @@ from torch.distributed import TCPStore  # pyright: ignore[reportPrivateImportUsa
 import quire
 from quire import LLM, AsyncLLM, EngineArgs
 from quire.errors import ConfigError
+from quire.executor.external import _store
 
 LAUNCHER: dict[str, Any] = {"distributed_executor_backend": "external_launcher"}
 SCRIPT = """
@@ -55,10 +57,11 @@ with open(sys.argv[2] + rank, "w") as file:
 
 
 def launch(
-    home: Path, options: dict[str, Any], *words: str, num_ranks: int = 2, script: str = SCRIPT
+    home: Path, options: dict[str, Any], *words: str, num_ranks: int = 2, script: str = SCRIPT, restarts: int = 0
 ) -> subprocess.CompletedProcess[str]:
     (home / "script.py").write_text(script)
     launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(num_ranks)]
+    launcher += ["--max-restarts", str(restarts)]
     program = [str(home / "script.py"), json.dumps(options), str(home / "found"), *words]
     command = [sys.executable, *(launcher if num_ranks else []), *program]
     env = os.environ | {"OMP_NUM_THREADS": "1"}
@@ -107,6 +110,19 @@ def test_ranks_that_run_something_else_are_told(tmp_path: Path, change: str) -> 
     assert ended.returncode != 0
     assert re.search(f"rank 1 runs something else than rank 0: .*{OTHERWISE[change]}", ended.stderr), ended.stderr
     assert "Start all ranks alike." in ended.stderr
+
+
+@pytest.mark.nightly
+def test_ranks_that_torchrun_starts_again_find_each_other(tmp_path: Path) -> None:
+    """Its store still has what those of the first start said, of whom rank 1 ended before it came."""
+    first = "if rank == '1' and os.environ['TORCHELASTIC_RESTART_COUNT'] == '0':\n"
+    first += "    while not os.path.exists(sys.argv[3]): pass\n    sys.exit(1)\n"
+    tell = "import quire.executor.external as e\ne._TOLD = e.timedelta(seconds=0.1)\n"
+    tell += "e.logger.warning = lambda *_: open(sys.argv[3], 'w').close()\n"  # rank 0 has come, and waits
+    script = SCRIPT.replace("def engine():", tell + first + "def engine():", 1)
+    ended = launch(tmp_path, {"tensor_parallel_size": 2} | LAUNCHER, str(tmp_path / "waits"), script=script, restarts=1)
+    assert ended.returncode == 0, ended.stderr
+    assert (tmp_path / "found0").read_text() == (tmp_path / "found1").read_text()
 
 
 @pytest.mark.nightly
@@ -165,12 +181,43 @@ def test_who_does_not_come_is_told(monkeypatch: pytest.MonkeyPatch, caplog: pyte
         LLM("demo", tensor_parallel_size=2, **LAUNCHER)
 
 
+@pytest.mark.slow
+def test_who_waits_for_others_can_be_interrupted(monkeypatch: pytest.MonkeyPatch) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = str(free.getsockname()[1])
+    environment = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "RANK": "0"}
+    for name, value in environment.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.delenv("TORCHELASTIC_USE_AGENT_STORE", raising=False)
+    monkeypatch.setattr("quire.executor.external._TOLD", timedelta(seconds=0.5))
+    monkeypatch.setattr("quire.executor.external._MEET", timedelta(seconds=20))
+    threading.Timer(2.0, os.kill, (os.getpid(), signal.SIGINT)).start()
+    start = time.monotonic()
+    with pytest.raises(KeyboardInterrupt):
+        LLM("demo", tensor_parallel_size=2, **LAUNCHER)
+    assert time.monotonic() - start < 10
+
+
+def test_a_store_of_our_own_is_on_no_other_address(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nor is the port taken from a second engine of this process."""
+    monkeypatch.delenv("TORCHELASTIC_USE_AGENT_STORE", raising=False)
+    for host, elsewhere in (("127.0.0.1", "127.0.0.2"), ("::1", "127.0.0.1"), ("localhost", "127.0.0.2")):
+        with socket.create_server(("127.0.0.1", 0)) as free:
+            port = free.getsockname()[1]
+        first, second = (_store(0, host, str(port)) for _ in range(2))
+        first.set("key", "value")
+        assert second.get("key") == b"value"
+        assert _store(1, host, str(port)).get("key") == b"value"
+        with pytest.raises(ConnectionRefusedError):
+            socket.create_connection((elsewhere, port)).close()
+
+
 def test_who_comes_and_goes_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("quire.executor.external._MEET", timedelta(seconds=0.3))
     monkeypatch.delenv("TORCHELASTIC_USE_AGENT_STORE", raising=False)
     store = TCPStore("127.0.0.1", 0, None, True, wait_for_workers=False)
     machine = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
-    store.set("quire1/place0", f"{os.getpid()} {machine} {os.readlink('/proc/self/ns/pid')}")
+    store.set("0/quire1/place0", f"{os.getpid()} {machine} {os.readlink('/proc/self/ns/pid')}")
     environment = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(store.port), "RANK": "1"}
     for name, value in environment.items():
         monkeypatch.setenv(name, value)
