@@ -55,8 +55,7 @@ def shared_bytes(config: WorkerConfig) -> int:
 def tensor_group(config: WorkerConfig) -> Group | NetworkGroup:
     """Of the ranks that share the layers of the worker's stage."""
     size, stage = segment_bytes(config.model.vocab_size), config.stage.number
-    start = size * stage
-    return _open(config, _ranks(config, stage), range(start, start + size))
+    return _open(config, _ranks(config, stage), range(size * stage, size * (stage + 1)))
 
 
 def open_link(config: WorkerConfig, before: bool) -> AnyLink | None:

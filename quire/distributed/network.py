@@ -20,7 +20,7 @@ from torch._C._distributed_c10d import PrefixStore, ProcessGroupGloo, Store, TCP
 from quire.distributed.groups import HEAD_BYTES, Group, GroupAbortedError
 from quire.utils.host_memory import make_memory
 
-_SECONDS = timedelta(seconds=120)  # for all to come; who ends breaks its connections, which others see at once
+_SECONDS = timedelta(seconds=120)  # for all to come
 _OWN_BYTES = 2**30  # of a buffer, for any step; memory that is not touched costs nothing
 T = TypeVar("T")
 
@@ -65,6 +65,8 @@ class NetworkGroup:
         options = ProcessGroupGloo._Options()  # pyright: ignore[reportAttributeAccessIssue]
         options._devices, options._timeout = [ProcessGroupGloo.create_device(hostname=host)], _SECONDS
         self._gloo: Any = ProcessGroupGloo(store, rank, size, options)
+        # A step may take long; who ends breaks its connections, and who hangs is found by its beats.
+        self._gloo._set_default_timeout(timedelta(days=100))
 
     def after(self, name: str) -> Callable[[Tensor], Tensor]:
         """What makes whole what a program's operation of that name has made of this rank's rows, and zeros."""
