@@ -4,6 +4,7 @@ The worker builds its model so, and a draft model beside it. Loads nothing; know
 """
 
 import json
+from dataclasses import replace
 
 from quire.config.model import ModelConfig
 from quire.config.worker import WorkerConfig
@@ -37,6 +38,7 @@ def build_packed(
         part = (*part, json.dumps(model.hf_config["quantization_config"], sort_keys=True), *sorted(blocks.kinds))
     if device.packs_weights and keep and config.weight_cache and config.load_format not in ("dummy", "none"):
         place = place_of(model, quantization, int(config.weight_cache_size * 2**30), part)
+        place = place and replace(place, num_ranks=config.num_sharers if shared else 1)
     store = WeightStore(place, zero_pages if config.load_format == "none" else huge_pages)
     try:
         formats = device.weight_formats(quantization, store, blocks)

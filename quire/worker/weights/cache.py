@@ -7,7 +7,6 @@ torch. A file is the tensors, a manifest in JSON, the manifest's checksum and it
 import contextlib
 import hashlib
 import json
-import logging
 import os
 import shutil
 import time
@@ -19,8 +18,7 @@ from typing import Any
 
 from quire.config.gguf import weight_files
 from quire.config.model import ModelConfig
-
-logger = logging.getLogger(__name__)
+from quire.utils.logs import logger
 
 FORMAT = 7  # raised when csrc/pack.h changes what is in a tile, or this file the manifest or its names
 MIN_BYTES = 64 * 2**20  # smaller checkpoints are packed faster than they are worth a file
@@ -45,6 +43,7 @@ class StorePlace:
         content: digest of samples of the checkpoint.
         stamp: [name, size, time in ns] of each file of it: what has another one is packed anew, under the same name.
         limit: bytes that all files in the folder may take.
+        num_ranks: how many here share the checkpoint, each with a file of its part.
     """
 
     path: Path
@@ -54,6 +53,7 @@ class StorePlace:
     content: str = ""
     stamp: list[list[Any]] = field(default_factory=list)
     limit: int = 64 * 2**30
+    num_ranks: int = 1
 
 
 @dataclass(frozen=True)
@@ -188,20 +188,21 @@ def stored_weights(folder: Path) -> list[StoredWeights]:
 
 
 def make_room(place: StorePlace, num_bytes: int) -> bool:
-    """Remove what a new file of `num_bytes` makes too much; False where it is over the limit by itself.
+    """Remove what a new file of `num_bytes` makes too much; False where it is over the limit, with the other ranks'.
 
     First goes what can't be read any more or holds the directory's earlier content, then what is not the newest of its
-    directory, then the rest: always the one first that was not used for longest.
+    directory (nor, with ranks, among as many), then the rest: always the one first that was not used for longest.
     """
-    if num_bytes > place.limit:
+    if num_bytes * place.num_ranks > place.limit:
         return False
     files = [each for each in stored_weights(place.path.parent) if each.path != place.path]
-    seen = {place.directory}
+    seen = [place.directory]
     ranked: list[tuple[int, StoredWeights]] = []
     for each in files:  # the one used last first
         replaced = each.directory == place.directory and each.content != place.content
-        ranked.append((0 if replaced or not each.directory else 1 if each.directory in seen else 2, each))
-        seen.add(each.directory)
+        most = place.num_ranks if each.directory == place.directory else 1
+        ranked.append((0 if replaced or not each.directory else 1 if seen.count(each.directory) >= most else 2, each))
+        seen.append(each.directory)
     total = num_bytes + sum(each.num_bytes for each in files)
     for rank, each in sorted(ranked, key=lambda pair: (pair[0], pair[1].used)):
         if rank == 0 or total > place.limit:

@@ -7,7 +7,6 @@ used, by threads that sum while the model is built. Called by the worker; knows 
 """
 
 import contextlib
-import logging
 import math
 import mmap
 import os
@@ -25,11 +24,10 @@ import torch
 from torch import Tensor
 
 from quire.ops.native.library import library
+from quire.utils.logs import logger
 from quire.worker.pages import HUGE_PAGE, huge_pages
 from quire.worker.weights import cache
 from quire.worker.weights.cache import StorePlace
-
-logger = logging.getLogger(__name__)
 
 Pages = Callable[[tuple[int, ...], torch.dtype], Tensor]
 _ALIGNMENT = 4096
@@ -169,8 +167,8 @@ class WeightStore:
             place.path.parent.mkdir(parents=True, exist_ok=True)
             cache.remove_partials(place.path.parent)
             if not cache.make_room(place, self._size):
-                sizes = f"they take {self._size / 2**30:.1f} GiB, weight_cache_size is {place.limit / 2**30:.1f} GiB"
-                logger.warning("packed weights are not kept on disk: %s; raise it", sizes)
+                gib = self._size * place.num_ranks / 2**30, place.limit / 2**30
+                logger.warning("packed weights are not kept on disk: %.1f GiB > weight_cache_size=%.1f; raise it", *gib)
                 return
             with cache.new_file(place.path) as file:
                 self._write_to(file, place)

@@ -13,10 +13,12 @@ from quire.worker.weights.store import WeightStore
 SIZE = 10 * 4096
 
 
-def put(folder: Path, name: str, used: float, directory: str = "", content: str = "1", limit: int = 10**9) -> Path:
+def put(
+    folder: Path, name: str, used: float, directory: str = "", content: str = "1", limit: int = 10**9, ranks: int = 1
+) -> Path:
     """Keep SIZE bytes as a start at time `used` does."""
     place = StorePlace(
-        folder / f"{name}.bin", f"model-{name}", "bfloat16", directory or f"/models/{name}", content, [], limit
+        folder / f"{name}.bin", f"model-{name}", "bfloat16", directory or f"/models/{name}", content, [], limit, ranks
     )
     store = WeightStore(place)
     store.allocate((SIZE,), torch.uint8)
@@ -62,6 +64,24 @@ def test_the_newest_of_each_checkpoint_stays_longest(tmp_path: Path) -> None:
     put(tmp_path, "int4", 300.0, "/models/a", limit=limit)
     put(tmp_path, "new", 400.0, limit=limit)
     assert names(tmp_path) == ["int4", "lone", "new"]
+
+
+def test_ranks_do_not_push_out_each_others(tmp_path: Path) -> None:
+    """Neither where all would be too much for the folder, nor where another checkpoint has to go."""
+    for rank in range(2):
+        put(tmp_path, f"rank{rank}", 100.0, "/models/a", limit=2 * SIZE - 1, ranks=2)
+    assert not names(tmp_path)
+    limit = 4 * SIZE
+    put(tmp_path, "other", 100.0, limit=limit)
+    put(tmp_path, "earlier", 200.0, "/models/a", limit=limit)
+    for rank in range(2):
+        put(tmp_path, f"rank{rank}", 300.0 + rank, "/models/a", limit=limit, ranks=2)
+    assert names(tmp_path) == ["other", "rank0", "rank1"]
+    put(tmp_path, "third", 400.0, limit=limit)
+    assert names(tmp_path) == ["other", "rank1", "third"]
+    os.utime(tmp_path / "rank1.bin", (500.0, 500.0))  # which the next start maps
+    put(tmp_path, "rank0", 501.0, "/models/a", limit=limit, ranks=2)
+    assert names(tmp_path) == ["rank0", "rank1", "third"]
 
 
 def test_what_was_saved_over_goes_at_once(tmp_path: Path) -> None:
