@@ -158,9 +158,9 @@ class DeviceSampler:
         return tensor if self._device.type == "cpu" else tensor.pin_memory().to(self._device, non_blocking=True)
 
     def _fetch(self, tensor: Tensor) -> Tensor:
-        """The tensor on the host, once the stream has come so far; one without elements stays where it is."""
+        """The tensor on the host, once the stream has come so far; one without elements at once."""
         if self._device.type == "cpu" or not tensor.numel():
-            return tensor
+            return tensor.cpu()
         return torch.empty_like(tensor, device="cpu", pin_memory=True).copy_(tensor, non_blocking=True)
 
 

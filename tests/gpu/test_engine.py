@@ -122,6 +122,15 @@ def test_kernels_serve_an_engine(build: Build, devices: Devices) -> None:
     assert drain(build(**few), asked) == alone(engine, asked)
 
 
+@pytest.mark.parametrize("seed", [None, 1])
+def test_log_probabilities_of_drawn_tokens_alone(build: Build, seed: int | None) -> None:
+    """Nothing is selected or listed anywhere in these steps."""
+    params = SamplingParams(temperature=0 if seed is None else 1, seed=seed, max_tokens=4, logprobs=0, ignore_eos=True)
+    for output in drain(build(), [([5, 6, 7], params), ([8, 9], params)]):
+        [(_, tokens, steps, _)] = output
+        assert [[*step] for step in steps] == [[token] for token in tokens]
+
+
 def test_the_last_block_of_the_longest_context_is_not_whole(build: Build) -> None:
     prompt = [(7 * i) % 190 + 3 for i in range(60)]
     asked = [(prompt, SamplingParams(temperature=0, max_tokens=65, ignore_eos=True))]

@@ -5,7 +5,7 @@ On a GPU where there is one, else interpreted on CPU tensors.
 
 import mmap
 import os
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import pytest
@@ -313,6 +313,24 @@ def test_rows_and_their_counts_pass_to_other_sequences() -> None:
             for state, token_ids in zip(states, found.token_ids, strict=True):
                 state.tokens.append(token_ids[0])
         drawer.release(2)
+
+
+def test_the_log_probability_of_a_drawn_token_alone() -> None:
+    """No row lists likely tokens: what would hold them has no elements, and comes to the host all the same."""
+    vocab, logits = 100, normal_logits(2, 100)
+    states = [simple_state(vocab, temperature=0.0, logprobs=0), simple_state(vocab, 1, logprobs=0)]
+    assert draw_all(sampler_of(2, vocab), logits, states) == on_host(logits, states)
+
+    class OnDevice:
+        def numel(self) -> int:
+            return 0
+
+        def cpu(self) -> Tensor:
+            return torch.empty(0, 64)
+
+    drawer, stand_in = sampler_of(2, vocab), cast(Tensor, OnDevice())
+    drawer._device = torch.device("cuda")
+    assert drawer._fetch(stand_in).numpy().shape == (0, 64)
 
 
 def test_what_looks_back_or_lists_all_is_left_to_the_host() -> None:
