@@ -203,7 +203,7 @@ class Device(ABC):
 
     @abstractmethod
     def take_rows(self, hidden: Tensor, rows: Sequence[int]) -> Tensor:
-        """Rows [R], ascending, of hidden states [T, H]; where they are all of them, as they are."""
+        """Rows [R], ascending, perhaps repeated, of hidden states [T, H]; as they are, where that is each one once."""
 
     def make_sampler(self, vocab_size: int) -> RowSampler:
         """What draws tokens, of a device that `draws`."""

@@ -140,7 +140,7 @@ class CpuDevice(Device):
         return sent, sent
 
     def take_rows(self, hidden: Tensor, rows: Sequence[int]) -> Tensor:
-        if len(rows) == hidden.shape[0]:
+        if len(rows) == hidden.shape[0] == len({*rows}):
             return hidden
         # Not by torch's indexing: it wakes OpenMP threads, which then spin on the cores that the kernels' own need.
         bits = hidden.view(torch.int32 if hidden.dtype.itemsize == 4 else torch.int16)

@@ -148,7 +148,7 @@ class CudaDevice(Device):
         return sent, [torch.from_numpy(array) for array in arrays] if self.kernels == TORCH else sent
 
     def take_rows(self, hidden: Tensor, rows: Sequence[int]) -> Tensor:
-        if len(rows) == hidden.shape[0]:
+        if len(rows) == hidden.shape[0] == len({*rows}):
             return hidden
         [indices] = self._staging.upload([np.array(rows, INT)])
         return hidden.index_select(0, indices)

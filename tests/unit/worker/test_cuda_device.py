@@ -111,6 +111,14 @@ def test_the_device_is_chosen(config: Any, monkeypatch: pytest.MonkeyPatch) -> N
     assert isinstance(make_device(config(device="cuda")), CudaDevice)
 
 
+@pytest.mark.parametrize("rows", [[0, 1, 2], [1, 2], [0, 0, 2], [0, 1, 1, 2]])
+def test_rows_are_taken_as_often_as_they_are_named(config: Any, rows: list[int]) -> None:
+    """Several nodes of a tree go on from one, and may be as many as stood beside that."""
+    hidden = torch.arange(6.0).view(3, 2)
+    for device in (CpuDevice(config()), CudaDevice(config(), HostStream())):
+        assert torch.equal(device.take_rows(hidden, rows), hidden[rows])
+
+
 def test_a_step_is_of_this_gpu_in_whichever_thread(config: Any) -> None:
     device = CudaDevice(config(), (stream := HostStream()))
     with device.computing():
