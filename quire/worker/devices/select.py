@@ -13,7 +13,8 @@ def make_device(config: WorkerConfig) -> Device:
     Raises:
         ConfigError: it can't be had, or not with these options.
     """
-    if config.device == "cpu" or (config.device == "auto" and not torch.cuda.is_available()):
+    has_gpu = torch.cuda.is_available() and torch.version.hip is None  # else it is an AMD one, by CUDA's name
+    if config.device == "cpu" or (config.device == "auto" and not has_gpu):
         return CpuDevice(config)
     from quire.worker.devices.cuda import CudaDevice  # what it brings, few need
 

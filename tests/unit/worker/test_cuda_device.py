@@ -111,6 +111,16 @@ def test_the_device_is_chosen(config: Any, monkeypatch: pytest.MonkeyPatch) -> N
     assert isinstance(make_device(config(device="cuda")), CudaDevice)
 
 
+def test_a_gpu_that_is_not_nvidias_is_not_taken_unasked(config: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A build of torch for AMD's says that there is a GPU, and calls it "cuda"."""
+    monkeypatch.setattr(torch.version, "cuda", None)
+    monkeypatch.setattr(torch.version, "hip", "6.4", raising=False)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    assert isinstance(make_device(config()), CpuDevice)
+    with pytest.raises(ConfigError, match="a build without CUDA. Install one .* or leave out device"):
+        make_device(config(device="cuda"))
+
+
 @pytest.mark.parametrize("rows", [[0, 1, 2], [1, 2], [0, 0, 2], [0, 1, 1, 2]])
 def test_rows_are_taken_as_often_as_they_are_named(config: Any, rows: list[int]) -> None:
     """Several nodes of a tree go on from one, and may be as many as stood beside that."""
