@@ -16,8 +16,7 @@ from quire.protocol.cache import CacheGroup, CacheLayout, CacheReport
 CPU_SHARE = 0.4  # of the memory that is free after loading: a CPU's memory serves the rest of the machine too
 GPU_SHARE = 0.92  # of all memory, weights included
 _WINDOWS_SHARE = 4  # one byte in so many is for windows, if as many sequences can use it
-MIB = 1 << 20
-GIB = 1 << 30
+MIB, GIB = 1 << 20, 1 << 30
 
 
 @dataclass(frozen=True)
@@ -181,4 +180,5 @@ def _budget(request: CacheRequest, report: CacheReport) -> int:
         return request.kv_cache_memory
     share = request.gpu_memory_utilization or (GPU_SHARE if report.total_bytes else CPU_SHARE)
     total = report.total_bytes or report.available_bytes  # of a CPU it is a share of what is free
-    return int(total * share / request.data_parallel_size) - (total - report.available_bytes) - report.activation_bytes
+    most = min(total * share / request.data_parallel_size + report.other_bytes, total * max(share, GPU_SHARE))
+    return int(most) - (total - report.available_bytes) - report.activation_bytes

@@ -28,6 +28,7 @@ class CacheReport(msgspec.Struct, frozen=True, kw_only=True):
 
     available_bytes: int  # free for the KV cache and activations together
     total_bytes: int = 0  # the device's memory, where a share is of all of it; 0 where it is of what is available
+    other_bytes: int = 0  # of these, what others had taken before the worker came: no part of its share
     activation_bytes: int  # of a step's transient tensors, measured by a real execute
     groups: list[CacheGroup]
     block_bytes: list[int]  # by group: one block, keys and values of the group's layers
@@ -66,7 +67,6 @@ def group_layers(layers: list[LayerCache], windows_of_all: Iterable[int | None] 
 
 def least(reports: list[CacheReport]) -> CacheReport:
     """What all workers have at least, where each keeps its own part of every block: the largest one is counted."""
-    available = min(report.available_bytes - report.activation_bytes for report in reports)
-    available += reports[0].activation_bytes
+    available = reports[0].activation_bytes + min(each.available_bytes - each.activation_bytes for each in reports)
     largest = [max(sizes) for sizes in zip(*(report.block_bytes for report in reports), strict=True)]
     return msgspec.structs.replace(reports[0], available_bytes=available, block_bytes=largest)

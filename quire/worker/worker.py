@@ -144,6 +144,7 @@ class Worker:
         meter = device.meter(self._runnable, self._layers, len(groups))
         return CacheReport(
             total_bytes=device.total_bytes(),
+            other_bytes=device.other_bytes,
             available_bytes=max(0, device.available_bytes() - mapped * config.num_sharers) // config.num_sharers,
             activation_bytes=meter.activation_bytes(config.max_num_batched_tokens, max_rows),
             groups=groups,

@@ -71,6 +71,7 @@ class Device(ABC):
             there is.
         draws: tokens are drawn where logits are, while the host goes on; it hears of them later.
         copied_bytes: at once, to measure copies.
+        other_bytes: of its memory, what others had taken before it was made, where a share is of all of it.
         is_small_model: one thread computes although there are more, as the model is small.
     """
 
@@ -80,6 +81,7 @@ class Device(ABC):
     dtype: torch.dtype
     backend: AttentionBackend
     copied_bytes: int
+    other_bytes: int = 0
     packs_weights: bool = False
     num_threads: int = 1
     is_small_model: bool = False

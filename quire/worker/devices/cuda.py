@@ -54,6 +54,7 @@ class CudaDevice(Device):
             raise ConfigError(f"device='cuda' has one rank so far, and not {config.num_ranks}; device='cpu' has them.")
         self._config, self.dtype = config, DTYPES[config.model.dtype]
         self.stream = stream or CudaStream()
+        self.other_bytes = self.total_bytes() - self.available_bytes()
         self.kernels = _install(config, self.stream.device)
         self._check_fp8(config.kv_cache_dtype)
         self.backend = select_backend(_backend(config, self.kernels))
@@ -62,12 +63,9 @@ class CudaDevice(Device):
         self._last_tokens = torch.zeros(2 * config.max_num_seqs, dtype=torch.int32, device=self.stream.device)
 
     def _check_fp8(self, kind: str | None) -> None:
-        has, needed = self.stream.capability, FP8_CAPABILITY
-        if kind == "fp8" and self.kernels == TRITON and has < needed:
-            raise ConfigError(
-                f"fp8 needs compute capability {needed[0]}.{needed[1]} (Ada, Hopper), and this GPU has "
-                f"{has[0]}.{has[1]}: take 'int8'."
-            )
+        if kind == "fp8" and self.kernels == TRITON and self.stream.capability < FP8_CAPABILITY:
+            needed, has = ("{}.{}".format(*each) for each in (FP8_CAPABILITY, self.stream.capability))
+            raise ConfigError(f"fp8 needs compute capability {needed} (Ada, Hopper); this GPU has {has}: take 'int8'.")
 
     def place(self, build: Callable[[], M]) -> M:
         free = self.stream.free_bytes()

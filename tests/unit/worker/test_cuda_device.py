@@ -19,7 +19,7 @@ from quire.worker.devices.graphs import TOKENS
 from quire.worker.devices.select import make_device
 from quire.worker.gather import StepArrays
 from quire.worker.worker import Place, Worker
-from tests.host_stream import HostStream
+from tests.host_stream import TOTAL, HostStream
 from tests.kernels import uninstall
 
 
@@ -176,3 +176,25 @@ def test_a_share_of_a_gpu_is_of_all_its_memory() -> None:
     )
     request = CacheRequest(block_size=16, max_model_len=160, max_num_seqs=100, max_num_batched_tokens=64)
     assert plan_cache(request, report).num_blocks == [(920 - 300 - 100) // 10]
+
+
+def test_a_share_of_a_gpu_is_one_engines_own() -> None:
+    """As vLLM's: two engines with 0.45 each have 0.9 of a GPU. But all together leave what one alone would leave."""
+    report = CacheReport(
+        total_bytes=1000, available_bytes=350, activation_bytes=100, groups=[CacheGroup([0])], block_bytes=[10],
+        other_bytes=450,
+    )  # fmt: skip
+    request = CacheRequest(block_size=16, max_model_len=160, max_num_seqs=100, max_num_batched_tokens=64)
+    for share, most in ((0.45, 450 + 450), (0.6, 920), (None, 920), (0.98, 980)):
+        own = dataclasses.replace(request, gpu_memory_utilization=share)
+        assert plan_cache(own, report).num_blocks == [(most - 650 - 100) // 10]
+
+
+def test_what_others_have_of_a_gpu_is_seen_before_the_model_comes(config: Any) -> None:
+    stream = HostStream()
+    place = Place(CudaDevice(given := config(load_format="dummy"), stream))
+    stream.free_bytes = lambda: 1 << 30  # type: ignore[method-assign]
+    worker = Worker(given, place)
+    worker.load(progress=False)
+    report = worker.cache_report()
+    assert (report.other_bytes, report.available_bytes) == (TOTAL // 2, 1 << 30)
