@@ -77,8 +77,8 @@ class DeviceSampler:
         """A row's sequence has gone, or draws on the host from now on."""
         self._allowed.pop(row, None)
         if (slot := int(self._records[row]["counts"])) >= 0:
+            self._records[row]["counts"] = -1  # first: an interrupt between the two loses a slot, and gives none twice
             self._free_counts.append(slot)
-            self._records[row]["counts"] = -1
 
     def launch(
         self, logits: Tensor, rows: Sequence[int], positions: Sequence[int], masks: Sequence[Mask | None] | None = None
@@ -115,9 +115,8 @@ class DeviceSampler:
         uploaded = self._upload(np.concatenate(table))
         launch = kernels.Launch(uploaded, np.concatenate(table[:2]).view(RECORD), len(draws), num_processed)
         drawn, facts, listed = map(self._fetch, kernels.draw(launch, logits, self._counts, self._last_tokens))
-        event = None
-        if self._device.type != "cpu":
-            event = torch.Event(self._device)
+        event = None if self._device.type == "cpu" else torch.Event(self._device)
+        if event is not None:
             event.record()
         return partial(_wait, event, drawn, facts, listed, listing)
 

@@ -39,7 +39,7 @@ class _Graph:
         ids, positions, batches: what it reads, of as many tokens and sequences as it has rows.
         hidden: [tokens, H], what it writes.
         has_one_each: whether each sequence has one token; else `query_start_loc`, which batches share, is read, too.
-        used: tokens and sequences that the last step filled.
+        used: tokens and sequences that the last step filled, or one that was interrupted may have.
     """
 
     ids: Tensor
@@ -54,6 +54,7 @@ class _Graph:
         """Hidden states of a step's tokens."""
         size, num = len(ids), len(batches[0].seq_lens)
         starts, (last_size, last_num) = self.batches[0].query_start_loc, self.used
+        self.used = max(size, last_size), max(num, last_num)
         self.ids[:size].copy_(ids)
         self.positions[:size].copy_(positions)
         if not self.has_one_each:
@@ -87,8 +88,7 @@ class GraphedModel:
     def __init__(
         self, model: CausalLM, stream: CudaStream, build: Build, last_tokens: Tensor, *, max_size: int, max_context: int
     ) -> None:
-        self.vocab_size = model.vocab_size
-        self.cache_layers = model.cache_layers
+        self.vocab_size, self.cache_layers = model.vocab_size, model.cache_layers
         self._model, self._stream, self._build, self._last_tokens = model, stream, build, last_tokens
         self._sizes = table(SIZES, max_size)
         self._contexts = table(CONTEXTS, max_context)

@@ -333,6 +333,23 @@ def test_the_log_probability_of_a_drawn_token_alone() -> None:
     assert drawer._fetch(stand_in).numpy().shape == (0, 64)
 
 
+def test_an_interrupt_gives_no_two_rows_the_same_counts() -> None:
+    class Interrupted(list[int]):
+        def append(self, slot: int) -> None:
+            super().append(slot)
+            raise KeyboardInterrupt
+
+    drawer, states = sampler_of(2, 100), [simple_state(100, frequency_penalty=1.0) for _ in range(2)]
+    drawer.assign(0, states[0])
+    drawer._free_counts = Interrupted(drawer._free_counts)
+    with pytest.raises(KeyboardInterrupt):
+        drawer.release(0)
+    drawer._free_counts = [*drawer._free_counts]
+    for row, state in enumerate(states):
+        drawer.assign(row, state)
+    assert drawer._records["counts"][0] != drawer._records["counts"][1]
+
+
 def test_what_looks_back_or_lists_all_is_left_to_the_host() -> None:
     def can(**params: Any) -> bool:
         return DeviceSampler.can_draw(simple_state(100, **params))

@@ -109,6 +109,33 @@ def test_rows_of_an_earlier_step_are_none_of_the_next(graphed: GraphedModel, mod
         assert model.seen[-1].slot_mapping[size:].tolist() == [-1] * (8 - size)
 
 
+@pytest.mark.parametrize("number", range(1, 7))
+def test_an_interrupted_step_leaves_nothing_to_the_next(
+    graphed: GraphedModel, model: Model, monkeypatch: pytest.MonkeyPatch, number: int
+) -> None:
+    """Its slots are others' by then: a Ctrl-C comes wherever it wants, here at one of the copies into a graph."""
+    graphed(*step_of(batch_of([30] * 7, num_blocks=2)))
+    copy, calls = Tensor.copy_, list[None]()
+
+    def interrupted(self: Tensor, *args: Any) -> Tensor:
+        calls.append(None)
+        if len(calls) == number:
+            raise KeyboardInterrupt
+        return copy(self, *args)
+
+    for size in (8, 5):
+        ids, step = step_of(batch_of([40] * size, num_blocks=2))
+        calls.clear()
+        monkeypatch.setattr(Tensor, "copy_", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            graphed(ids, step)
+        monkeypatch.setattr(Tensor, "copy_", copy)
+        batch = batch_of([30] * 6, num_blocks=2)
+        assert torch.equal(graphed(*step_of(batch)), as_is(batch))
+        assert model.seen[-1].seq_lens.tolist() == [30] * 6 + [0] * 2
+        assert model.seen[-1].slot_mapping[6:].tolist() == [-1] * 2
+
+
 def test_a_graph_for_each_size_and_context(graphed: GraphedModel, stream: HostStream) -> None:
     for size, num_blocks, graphs in ((3, 2, 1), (4, 64, 1), (4, 65, 2), (5, 65, 3), (8, 256, 3), (8, 300, 4)):
         graphed(*step_of(batch_of([num_blocks * BLOCK_SIZE] * size, num_blocks)))
