@@ -62,8 +62,9 @@ def _facts(model: ModelConfig, has_weights: bool) -> list[str]:
 
 def _computer(kernels: str) -> str:
     """What the bits of a sum may depend on."""
-    if kernels == TORCH:
-        return f"torch {torch.__version__} on {platform.machine()} {processor()}"
+    if kernels in (TORCH, "triton"):  # whose compiler comes with torch
+        gpu = torch.cuda.get_device_name() if torch.cuda.is_available() else ""
+        return f"torch {torch.__version__} on {platform.machine()} {processor()} {gpu}"
     return hashlib.sha256(library_path().read_bytes()).hexdigest()
 
 

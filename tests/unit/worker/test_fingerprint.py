@@ -70,3 +70,16 @@ def test_other_kernels_are_others(config: WorkerConfig, monkeypatch: pytest.Monk
     monkeypatch.setattr(torch, "__version__", "9.9")
     found.append(of(config))
     assert len(set(found)) == 6
+
+
+def test_a_gpu_of_another_kind_is_another(config: WorkerConfig, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nothing on a GPU is the compiled kernels', which need not be there; torch brings the Triton that it is for."""
+    monkeypatch.setenv("QUIRE_NATIVE_LIBRARY", "there is none")
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    found: list[bytes] = []
+    for name in ("NVIDIA A100", "NVIDIA H100"):
+        monkeypatch.setattr(torch.cuda, "get_device_name", lambda name=name: name)
+        found += [of(config, "triton"), of(config)]
+    monkeypatch.setattr(torch, "__version__", "9.9")
+    found.append(of(config, "triton"))
+    assert len(set(found)) == 5
