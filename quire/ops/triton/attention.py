@@ -385,8 +385,8 @@ def _most_spans(context: int, span: int, spec: AttentionSpec) -> int:
 def _tile(query: Tensor, num_sequences: int, itemsize: int, spec: AttentionSpec) -> tuple[int, int, int, int]:
     """Rows of a query tile, keys of a span, warps, and key tiles on their way.
 
-    The second and, but for prompts on Hopper, the first follow from the model and its type alone: a row's bits depend
-    on them. Other devices' compilers share the keys of a tile out to warps otherwise for 128 rows than for 64.
+    The second and, but for prompts on Hopper, the first follow from the model, its type and the device alone: a row's
+    bits depend on them. Other devices' compilers share a tile's keys out to warps otherwise for 128 rows than for 64.
     """
     has_warp_groups, shared_bytes = _limits(query.device)
     wide = spec.head_dim > 128
@@ -394,7 +394,7 @@ def _tile(query: Tensor, num_sequences: int, itemsize: int, spec: AttentionSpec)
     rows = max(PROMPT_ROWS if prompts else ROWS, 1 << (spec.num_heads // spec.num_kv_heads - 1).bit_length())
     columns = 1 << (spec.head_dim - 1).bit_length()
     size = columns * query.dtype.itemsize
-    span = SPAN if size <= 256 else SPAN // 2 if size <= 512 else SPAN // 4
+    span = SPAN if size <= 256 else SPAN // 2 if size <= 512 else SPAN // 4 if shared_bytes >= 128 << 10 else SPAN // 8
     room = (shared_bytes - rows * size) // (2 * span * columns * itemsize)
     if has_warp_groups and not wide and not prompts:
         room = 1  # two programs share a processor then: one loads, one computes

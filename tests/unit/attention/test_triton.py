@@ -172,6 +172,20 @@ def test_a_node_of_a_draft_tree_has_the_bits_of_a_chain(
             assert torch.equal(found[1 + node], run.chain(s, chain, options)[-1:]), (s, node)
 
 
+@pytest.mark.parametrize("shared", [99, 163, 224])  # KiB, of Ada and consumers' Blackwell, of Ampere, of Hopper
+@pytest.mark.parametrize(
+    ("head_dim", "dtype"),
+    [(128, torch.bfloat16), (256, torch.bfloat16), (512, torch.bfloat16), (128, torch.float32), (256, torch.float32)],
+)
+def test_a_tile_has_room(head_dim: int, dtype: torch.dtype, shared: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Queries, and keys and values that they meet, as Triton has all of them in shared memory in float32."""
+    monkeypatch.setattr(attention, "_limits", lambda device: (False, shared << 10))
+    query, spec = torch.empty(1, 8 * head_dim, dtype=dtype), AttentionSpec(8, 2, head_dim, 1.0)
+    rows, span, _, stages = attention._tile(query, 1, dtype.itemsize, spec)
+    assert (rows + 2 * span * stages) * head_dim * dtype.itemsize <= shared << 10
+    assert span >= 16, "less than a matrix instruction takes"
+
+
 # ---- eight bits
 
 
