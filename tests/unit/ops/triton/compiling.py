@@ -31,7 +31,7 @@ from quire.layers.linear import Linear, Place
 from quire.layers.mlp import GatedMLP
 from quire.layers.moe import MixtureOfExperts, Routing
 from quire.ops.table import OPERATIONS
-from quire.ops.triton import install
+from quire.ops.triton import attention, install
 from quire.ops.triton.sampler import rehearse
 from quire.ops.triton.tiles import Processors
 from quire.quantization.base import Unquantized
@@ -131,6 +131,7 @@ def every_attention() -> None:
         ("model", 80, {"window": 100}),
         ("model", 64, {"softcap": 30.0, "sinks": torch.zeros(8, dtype=dtype)}),
         ("model", 256, {"causal": False}),
+        ("model", 512, {}),
         ("int8", 128, {}),
         *([("fp8", 128, {})] if CAPABILITY >= 89 else []),
     ):
@@ -171,6 +172,8 @@ if __name__ == "__main__":
     JITFunction.run = run
     triton.runtime.driver.set_active(Driver())
     there = Processors((CAPABILITY // 10, CAPABILITY % 10), 132)
+    limits = CAPABILITY // 10 == 9, min(SHARED_KIB[CAPABILITY] << 10, attention.MAX_SHARED)
+    attention._limits = lambda device: limits  # type: ignore[assignment]
     for name in ("experts", "linear"):
         importlib.import_module(f"quire.ops.triton.{name}").processors = lambda device: there  # type: ignore[attr-defined]
     install("cpu")
