@@ -21,7 +21,10 @@ from quire.text.grammars.lanes import Lanes
 logger = logging.getLogger(__name__)
 
 MAX_GRAMMARS = 256  # kept
-MAX_KEPT_BYTES = 2**21  # of their sources, together: of a long choice each stands for 200 bytes of its automaton
+# Of their sources, together: of a long choice each stands for 200 bytes of its automaton. What a second of compiling
+# makes, as of a large divisor whose source is short, weighs as much as so many.
+MAX_KEPT_BYTES = 2**21
+BYTES_PER_SECOND = 2**19
 
 
 class GrammarManager:
@@ -37,9 +40,9 @@ class GrammarManager:
         self.compiler = Compiler(vocabulary)
         self._end_ids = vocabulary.eos_token_ids
         self._kept: OrderedDict[bytes, Grammar | str] = OrderedDict()
-        self._num_bytes = 0
+        self._weights: dict[bytes, int] = {}  # of those
         self._compiling: set[bytes] = set()
-        self._made: queue.SimpleQueue[tuple[bytes, Grammar | str, bool]] = queue.SimpleQueue()
+        self._made: queue.SimpleQueue[tuple[bytes, Grammar | str, int]] = queue.SimpleQueue()
         self._lanes = Lanes(self.compiler, self._put)
 
     def key(self, params: StructuredOutputsParams) -> bytes:
@@ -55,36 +58,35 @@ class GrammarManager:
     def compile(self, key: bytes, params: StructuredOutputsParams) -> None:
         """Begin to compile a grammar, unless that has begun already; `take` brings it."""
         if key in self._kept:  # refused before, as a rule
-            self._made.put((key, self._kept[key], True))
+            self._made.put((key, self._kept[key], self._weights[key]))
         elif key not in self._compiling:
             self._compiling.add(key)
             self._lanes.put(key, params)
 
     def take(self, timeout: float = 0.0) -> list[tuple[bytes, Grammar | str]]:
         """What has been compiled since the last call, or why it could not be; waits for the first so many seconds."""
-        made: list[tuple[bytes, Grammar | str, bool]] = []
+        made: list[tuple[bytes, Grammar | str, int]] = []
         with contextlib.suppress(queue.Empty):
             made.append(self._made.get(timeout > 0, timeout or None))
             while True:
                 made.append(self._made.get_nowait())
-        for key, found, lasts in made:
+        for key, found, weight in made:
             self._compiling.discard(key)
-            if lasts:
-                self._keep(key, found)
+            if weight:
+                self._keep(key, found, weight)
         return [(key, found) for key, found, _ in made]
 
-    def _keep(self, key: bytes, found: Grammar | str) -> None:
-        self._num_bytes += 0 if key in self._kept else len(key)
-        self._kept[key] = found
-        while len(self._kept) > 1 and (len(self._kept) > MAX_GRAMMARS or self._num_bytes > MAX_KEPT_BYTES):
-            self._num_bytes -= len(self._kept.popitem(last=False)[0])
+    def _keep(self, key: bytes, found: Grammar | str, weight: int) -> None:
+        self._kept[key], self._weights[key] = found, weight
+        while len(self._kept) > 1 and (len(self._kept) > MAX_GRAMMARS or sum(self._weights.values()) > MAX_KEPT_BYTES):
+            del self._weights[self._kept.popitem(last=False)[0]]
 
-    def _put(self, key: bytes, made: Any) -> None:
+    def _put(self, key: bytes, made: Any, seconds: float) -> None:
         """A grammar is compiled, or an exception says why not. Called in the threads."""
         if not isinstance(made, Exception):
-            self._made.put((key, Grammar(made, self._end_ids), True))
-        elif isinstance(made, QuireError):
-            self._made.put((key, str(made), isinstance(made, InvalidRequestError)))  # else the next time may be better
+            self._made.put((key, Grammar(made, self._end_ids), len(key) + int(seconds * BYTES_PER_SECOND)))
+        elif isinstance(made, QuireError):  # unless it is the request's fault, the next time may be better
+            self._made.put((key, str(made), len(key) if isinstance(made, InvalidRequestError) else 0))
         else:
             logger.error("a grammar could not be compiled", exc_info=made)
-            self._made.put((key, f"{type(made).__name__} while it was compiled.", False))
+            self._made.put((key, f"{type(made).__name__} while it was compiled.", 0))

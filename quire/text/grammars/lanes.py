@@ -7,6 +7,7 @@ requests, and keeps nothing.
 
 import queue
 import threading
+import time
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -52,10 +53,11 @@ class Lanes:
 
     Args:
         compiler: what does the work.
-        done: is told each grammar's key with llguidance's matcher, or why there is none; in whichever thread.
+        done: is told each grammar's key with llguidance's matcher, or why there is none, and the processor time that
+            this took in the end; in whichever thread.
     """
 
-    def __init__(self, compiler: Compiler, done: Callable[[bytes, Any], None]) -> None:
+    def __init__(self, compiler: Compiler, done: Callable[[bytes, Any, float], None]) -> None:
         self._compiler = compiler
         self._done = done
         self._lanes = [Lane(partial(self._compile, pace)) for pace in range(NUM_PACES)]
@@ -65,12 +67,11 @@ class Lanes:
         self._lanes[0].put((key, params))
 
     def _compile(self, pace: int, item: Item) -> None:
-        key, params = item
+        (key, params), start = item, time.thread_time()
         try:
             made = self._compiler.compile(params, pace)
         except TooLongError:
-            self._lanes[pace + 1].put(item)
-            return
+            return self._lanes[pace + 1].put(item)
         except Exception as error:
             made = error
-        self._done(key, made)
+        self._done(key, made, time.thread_time() - start)

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 import quire
-from quire.errors import RequestFailedError
+from quire.errors import InvalidRequestError, RequestFailedError
 from quire.structured import manager as module
 from quire.structured.manager import GrammarManager
 from quire.structured.matcher import Grammar, MaskBuffer, Matcher
@@ -142,6 +142,24 @@ def test_grammars_are_kept_by_content_and_the_oldest_go(tokenizer: Tokenizer, mo
     assert len(wait(grammars, 3)) == 3
     assert [grammars.get(key) is not None for key in keys] == [False, True, True]
     assert grammars.take() == []
+
+
+def test_what_took_long_to_compile_weighs_more_than_its_source(tokenizer: Tokenizer) -> None:
+    """Bounded is the processor time of all that are kept, as what they hold goes by that: a divisor's states."""
+    grammars, choice = GrammarManager(Vocabulary(tokenizer.grammar_table, 4096, (EOS,))), [b"a", b"b", b"c"]
+    for key in choice:
+        grammars._put(key, object(), 0.001)
+    grammars._put(b"refused", InvalidRequestError("why"), 9.0)  # of which nothing is held
+    assert len(wait(grammars, 4)) == 4
+    most = module.MAX_KEPT_BYTES / module.BYTES_PER_SECOND
+    for number in range(1, 9):
+        grammars._put(b"divisor %d" % number, object(), 0.3 * most)
+        assert len(wait(grammars)) == 1
+    assert [number for number in range(1, 9) if grammars.get(b"divisor %d" % number)] == [6, 7, 8]
+    assert not any(map(grammars.get, choice))
+    grammars._put(b"heavy", object(), 2 * most)  # by itself
+    assert len(wait(grammars)) == 1
+    assert [*grammars._kept] == [b"heavy"]
 
 
 def test_a_grammar_that_can_not_be_compiled_says_why(grammars: GrammarManager) -> None:
