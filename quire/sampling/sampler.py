@@ -166,5 +166,5 @@ def _sample_in_numpy(logits: Tensor, what: Draw) -> list[int]:
 def unusable(maximum: float) -> RowError:
     """Why a row whose largest logit isn't finite can't be sampled."""
     if maximum == -math.inf:
-        return RowError("no token is left to choose: allowed_token_ids, bad_words, a grammar or a processor mask all.")
+        return RowError("no token is left: allowed_token_ids, bad_words, min_tokens, a grammar or processor mask all.")
     return RowError(f"the logits are not finite (the largest is {maximum}).", FailureKind.INTERNAL)
