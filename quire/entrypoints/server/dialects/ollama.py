@@ -64,16 +64,18 @@ async def read_ollama(state: ServerState, body: forms.OllamaQuestion, request_id
 
     limit = (body.options and body.options.num_predict) or 0
     request, turn = await within_context(read, limit if limit >= 1 else None, _NAMES["max_tokens"])
-    facts = len(request.prompts[0].token_ids), isinstance(body, forms.OllamaChatRequest), num_top
-    return request, OllamaWriter(state.check_model(body.model), turn, *facts)
+    return request, OllamaWriter(state, body, turn, len(request.prompts[0].token_ids), num_top)
 
 
 class OllamaWriter(EventWriter):
     """Writes one answer. See `EventWriter`. `num_top`: None where no logprobs were asked for."""
 
-    def __init__(self, model: str, turn: Turn, num_prompt_tokens: int, is_chat: bool, num_top: int | None) -> None:
-        self.turn, self._num_top = turn, num_top
-        self._model, self._is_chat, self._num_prompt_tokens = model, is_chat, num_prompt_tokens
+    def __init__(
+        self, state: ServerState, body: forms.OllamaQuestion, turn: Turn, num_prompt_tokens: int, num_top: int | None
+    ) -> None:
+        self.turn, self._num_top, self._tokenizer = turn, num_top, state.llm.tokenizer
+        self._model, self._num_prompt_tokens = state.check_model(body.model), num_prompt_tokens
+        self._is_chat = isinstance(body, forms.OllamaChatRequest)
         self._text, self._thought = list[str](), list[str]()
         self._calls: list[dict[str, Any]] = []
         self._begun, self._arguments = ToolCallStart(0, "", ""), ""  # of the latest one
@@ -81,7 +83,7 @@ class OllamaWriter(EventWriter):
 
     def take(self, delta: Delta) -> list[Event]:
         events = super().take(delta)
-        if self._num_top is not None and (told := token_logprobs(delta, self._num_top)):
+        if self._num_top is not None and (told := token_logprobs(delta, self._num_top, tokenizer=self._tokenizer)):
             self._logprobs += told
             events = events or [self._piece()]
             events[0]["logprobs"] = told

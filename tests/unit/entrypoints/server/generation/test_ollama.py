@@ -64,9 +64,10 @@ def test_logprobs(client: TestClient, path: str, body: dict[str, Any]) -> None:
     told = post(client, path, **body, logprobs=True, top_logprobs=2)["logprobs"]
     assert len(told) > 3
     for entry in told:
-        assert entry["bytes"] is None or bytes(entry["bytes"]).decode() == entry["token"]
+        assert bytes(entry["bytes"]).decode(errors="replace") == entry["token"]
         assert [top["logprob"] for top in entry["top_logprobs"]] == [-0.6, -0.7]
         assert (entry["token"], entry["logprob"]) == (entry["top_logprobs"][1]["token"], -0.7)
+    assert bytes(byte for entry in told for byte in entry["bytes"]).decode().startswith(TEXT)
     pieces = lines(client, path, **body, logprobs=True, top_logprobs=2)
     assert [entry for piece in pieces for entry in piece.get("logprobs", [])] == told
     bare = post(client, path, **body, logprobs=True)["logprobs"]
