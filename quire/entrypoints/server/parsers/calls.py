@@ -65,7 +65,6 @@ def whole_or_marked(mark: str, calls: Callable[[Reader], Script[None]]) -> Calla
 
     def script(read: Reader) -> Script[None]:
         with read.attempt(None):
-            yield from read.one_of(mark, spaced=True)
             yield from calls(read)
         yield from marked(lambda read, _: calls(read), mark)(read)
 
@@ -85,7 +84,7 @@ def _json_call(read: Reader, known: bool, inner: bool = False) -> Script[None]:
             yield from _json_call(read, known, inner=True)
             begun, name = True, ""
         elif key in NAME_KEYS and name is None:
-            name = yield from read.json_value()
+            name, read.is_sure = (yield from read.json_value()), known
             if known and name not in tuple(read.functions):  # it may be anything
                 raise WrongCallError
         elif key in ARGUMENT_KEYS and name is not None and not begun:

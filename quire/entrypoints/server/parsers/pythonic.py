@@ -24,6 +24,7 @@ def _calls(read: Reader) -> Script[None]:
         name, _ = yield from read.until("(", most=MAX_NAME)
         if name.strip() not in read.functions:
             raise WrongCallError
+        read.is_sure = True
         argument = yield from _argument(read)
         writer = ArgumentWriter(read, name.strip())
         while argument is not None:

@@ -29,7 +29,11 @@ class WrongCallError(Exception):
 
 
 class Reader:
-    """The text of one choice, as far as it has come, and the events that a script made of it."""
+    """The text of one choice, as far as it has come, and the events that a script made of it.
+
+    Attributes:
+        is_sure: whether what is being read can only be a call, as it has the name of a tool on offer.
+    """
 
     def __init__(self, offer: base.Offer, new_id: Callable[[], str]) -> None:
         """`new_id` makes an id for a call."""
@@ -44,7 +48,7 @@ class Reader:
         self._mark = ""
         self._kind: type[base.TextDelta] | type[base.ReasoningDelta] = base.TextDelta
         self._spaces = ""  # at the end of what was said: shown when more follows
-        self._calling = self._sent = self._after_call = False
+        self._calling = self._sent = self._after_call = self.is_sure = False
 
     # For the parser.
 
@@ -58,7 +62,7 @@ class Reader:
     def close(self, cut: bool) -> None:
         """There is no more text; `cut`: there would have been, and what had begun to be a call is no answer."""
         self._closed, self._cut = True, cut
-        sure = len(self._mark) >= _SURE or self._calling or self._after_call or self.offer.choice == "required"
+        sure = len(self._mark) >= _SURE or self._calling or self._after_call or self.is_sure
         self._lost = cut and self._try_from is not None and sure
 
     def take_events(self) -> list[base.ContentEvent]:
@@ -252,7 +256,7 @@ class Reader:
 
         A call that had begun ends where it went wrong, and text goes on from there.
         """
-        self._try_from, self._mark = self._at, mark or ""
+        self._try_from, self._mark, self.is_sure = self._at, mark or "", self.offer.choice == "required"
         try:
             yield
         except WrongCallError:

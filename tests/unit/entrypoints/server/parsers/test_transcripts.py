@@ -578,4 +578,8 @@ def test_a_call_that_is_cut_off() -> None:
     assert cut('<tool_call>{"name": "tide", "arguments": {"when"') == [("tide", '{"when"')]
     assert cut('<tool_call>{"name": "tide", "arguments": {}}</tool_') == [("tide", {})]
     assert cut('{"name": "ti', name="llama3_json") == ['{"name": "ti']
+    assert cut('{"name": "tide", "para', name="llama3_json") == cut('<|python_tag|>{"na', name="llama3_json") == []
+    assert cut('{"name": "tides", "para', name="llama3_json") == ['{"name": "tides", "para']
+    assert cut("[tide(whe", name="pythonic") == cut("<|python_start|>[ti", name="pythonic") == []
+    assert cut("[tides(whe", name="pythonic") == ["[tides(whe"]
     assert cut('{"name": "ti', Offer((TIDE,), "required"), "llama3_json") == []
