@@ -53,11 +53,11 @@ def bad_prompt(message: str) -> InvalidRequestError:
     return InvalidRequestError(message, "prompt")
 
 
-def prompt_too_long(length: int | str, limit: int) -> InvalidRequestError:
+def prompt_too_long(length: int | str, limit: int, pools: bool = False) -> InvalidRequestError:
     """The refusal of a prompt of so many tokens, or "at least" so many, where the context has `limit`."""
     return InvalidRequestError(
-        f"this model's maximum context length is {limit} tokens, of which the output needs at least one, but the "
-        f"prompt has {length}. Shorten the prompt, or set truncate_prompt_tokens.",
+        f"this model's maximum context length is {limit} tokens{'' if pools else ', of which the output needs one'}, "
+        f"but the prompt has {length}. Shorten the prompt, or set truncate_prompt_tokens.",
         "prompt",
         "context_length_exceeded",
     )

@@ -40,12 +40,12 @@ class AsyncInputs:
         self._strangers = RenderLane("render-strangers", 2)
 
     async def prepare(
-        self, prompt: PromptType, params: SamplingParams, add_special_tokens: bool = True
+        self, prompt: PromptType, params: SamplingParams, add_special_tokens: bool = True, pools: bool = False
     ) -> PreparedPrompt:
         """`InputProcessor.prepare`."""
         parts = prompt.values() if isinstance(prompt, dict) else [prompt]
         size = sum(len(part) for part in parts if isinstance(part, str | list))
-        return await self._encode(size, lambda: self.processor.prepare(prompt, params, add_special_tokens))
+        return await self._encode(size, lambda: self.processor.prepare(prompt, params, add_special_tokens, pools))
 
     async def find_adapter(self, request: AdapterRequest | None) -> AdapterRef | None:
         """`AdapterBook.find`; files are read in a thread."""

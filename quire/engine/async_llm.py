@@ -9,7 +9,6 @@ import itertools
 import time
 from collections.abc import AsyncGenerator, Callable, Iterable
 from contextlib import asynccontextmanager
-from dataclasses import replace
 from typing import Any, Literal
 
 from quire.config.engine_args import EngineArgs, EngineConfig
@@ -223,9 +222,9 @@ class AsyncLLM:
 
         asked = PoolingParams() if pooling_params is None else pooling_params
         require(isinstance(asked, PoolingParams), "pooling_params", asked, "PoolingParams, or None")
-        prepared = await self.prepare(prompt, asked.sampling_params(self.model_config.hidden_size))
+        prepared = await self.prepare(prompt, asked.sampling_params(self.model_config.hidden_size), pools=True)
         # To its end, before anything is yielded: callers take what they wanted, and leave.
-        for one in [each async for each in self.generate(replace(prepared, pools=True), None, request_id, **terms)]:
+        for one in [each async for each in self.generate(prepared, None, request_id, **terms)]:
             if one.pooled is not None:
                 found = PoolingOutput(tensor(asked.vector(one)))
                 yield PoolingRequestOutput(one.request_id, found, one.prompt_token_ids, one.num_cached_tokens or 0)

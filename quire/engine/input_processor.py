@@ -56,11 +56,14 @@ class InputProcessor:
         self.policy = config.scheduler.policy
         self.adapters = AdapterBook(config.args)
 
-    def prepare(self, prompt: PromptType, params: SamplingParams, add_special_tokens: bool = True) -> PreparedPrompt:
+    def prepare(
+        self, prompt: PromptType, params: SamplingParams, add_special_tokens: bool = True, pools: bool = False
+    ) -> PreparedPrompt:
         """Check parameters and prompt, and encode the prompt where it is text.
 
         Args:
             add_special_tokens: those that the tokenizer begins or ends a text with; a chat template writes its own.
+            pools: one vector is wanted, and no tokens: the prompt may fill the context.
 
         Raises:
             InvalidRequestError: a bad prompt (form, emptiness, length, ids), or parameters that this model can't serve.
@@ -87,12 +90,11 @@ class InputProcessor:
             params.detokenize = False
         text, token_ids, cache_salt = _read_prompt(prompt)
         token_ids = self._encode(text, params, add_special_tokens) if token_ids is None else self._checked(token_ids)
-        if keep is not None:
-            # -1 keeps as much as the context allows, with room for one output token.
-            token_ids = token_ids[-(keep if keep > 0 else limit - 1) :]
-        if len(token_ids) >= limit:
-            raise prompt_too_long(len(token_ids), limit)
-        return PreparedPrompt(token_ids, text, params, cache_salt)
+        # -1 keeps as much as the context allows, with room for one output token.
+        token_ids = token_ids if keep is None else token_ids[-(keep if keep > 0 else limit - (not pools)) :]
+        if len(token_ids) >= limit + pools:
+            raise prompt_too_long(len(token_ids), limit, pools)
+        return PreparedPrompt(token_ids, text, params, cache_salt, pools)
 
     def process(
         self,
@@ -127,7 +129,7 @@ class InputProcessor:
         ends = not params.ignore_eos or params.structured_outputs is not None
         eos_token_ids = self._model.eos_token_ids if ends else ()
         token_ids = [0] * (terms.adapter.num_virtual if terms.adapter else 0) + prompt.token_ids
-        room = self._model.max_model_len - len(token_ids)
+        room = self._model.max_model_len + prompt.pools - len(token_ids)
         if room < 1:
             raise prompt_too_long(len(token_ids), self._model.max_model_len)
         ranked = params.best_of is not None and params.best_of > params.n and not params.use_beam_search
@@ -161,7 +163,7 @@ class InputProcessor:
         limit = self._model.max_model_len
         if params.truncate_prompt_tokens is None and len(text) > limit:
             least = len(text) // self._longest_token
-            if least >= limit:  # not worth the seconds that it takes to encode megabytes
+            if least > limit:  # not worth the seconds that it takes to encode megabytes
                 raise prompt_too_long(f"at least {least}", limit)
         token_ids = self._tokenizer.encode(text, add_special_tokens)
         if not token_ids:

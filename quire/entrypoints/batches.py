@@ -6,7 +6,6 @@ which callers give them.
 
 import itertools
 from collections.abc import Sequence
-from dataclasses import replace
 from threading import RLock
 from typing import Any
 
@@ -61,7 +60,7 @@ class Batches:
         processed = []
         for place, (prompt, one, served) in enumerate(zip(prompts, params, terms, strict=True)):
             try:
-                prepared = replace(self._engine.prepare(prompt, one, add_special_tokens), pools=pools)
+                prepared = self._engine.prepare(prompt, one, add_special_tokens, pools)
                 prepared.params.output_kind = RequestOutputKind.FINAL_ONLY  # no text is built that nobody reads
                 processed.append(self._engine.process_input(str(next(self._request_ids)), prepared, terms=served))
             except InvalidRequestError as error:

@@ -253,7 +253,8 @@ class LLM:
             InvalidRequestError: a prompt or a parameter breaks a rule; nothing has been computed then.
             RequestFailedError: the engine could not compute one of them.
         """
-        many = self._tokenized(_as_list(prompts), tokenization_kwargs, truncation_side="right")
+        cuts = {"truncation_side": "right", "max_length": self.model_config.max_model_len}
+        many = self._tokenized(_as_list(prompts), tokenization_kwargs, **cuts)
         given = PoolingParams() if pooling_params is None else pooling_params
         each = _one_each(given, len(many), "pooling params", "pooling_params")
         require(all(isinstance(one, PoolingParams) for one in each), "pooling_params", each, "PoolingParams, or a list")

@@ -11,7 +11,7 @@ from quire.config.scheduler import SchedulerConfig
 from quire.errors import InvalidRequestError, require
 from quire.inputs import prompt_too_long
 from quire.kvcache.manager import KVManager
-from quire.protocol.requests import NewRequest, SamplingTask
+from quire.protocol.requests import NewRequest, PoolingTask, SamplingTask
 
 MAX_CANDIDATES = 16384  # of a beam in a step
 
@@ -30,7 +30,7 @@ def check_request_fits(request: NewRequest, config: SchedulerConfig, kv: KVManag
             (of all beams at once) don't fit in all KV blocks.
     """
     task = request.task
-    num_prompt, limit = len(request.prompt_token_ids), config.max_model_len
+    num_prompt, limit = len(request.prompt_token_ids), config.max_model_len + isinstance(task, PoolingTask)
     if not num_prompt:
         raise InvalidRequestError("the prompt is empty; it must have at least 1 token.", "prompt")
     require(task.max_tokens >= 1, "max_tokens", task.max_tokens, "at least 1")

@@ -91,3 +91,22 @@ def test_refusals() -> None:
     with pytest.raises(AttributeError, match="models here generate and embed"):
         llm.score  # noqa: B018
     assert llm.llm_engine.get_num_unfinished_requests() == 0
+
+
+def test_a_prompt_may_fill_the_context(alone: list[list[float]]) -> None:
+    """As no token follows it: of an output's prompt one less is kept."""
+    llm = LLM("demo", max_model_len=57, num_kv_blocks=4)
+    filling, longer = PROMPTS[2], {"prompt_token_ids": [8, 9, *PROMPTS[2]]}
+    (found,) = llm.embed([filling], use_tqdm=False)
+    torch.testing.assert_close(found.outputs.embedding, alone[2], atol=1e-5, rtol=0)
+    (kept,) = llm.embed([longer], use_tqdm=False, pooling_params=PoolingParams(truncate_prompt_tokens=-1))
+    assert (kept.prompt_token_ids, kept.outputs.embedding) == (filling, found.outputs.embedding)
+    text = "The old house stood at the edge of the wood. " * 9
+    (cut,) = llm.embed([text], use_tqdm=False, tokenization_kwargs={"truncation": True})
+    assert len(cut.prompt_token_ids) == 57
+    with pytest.raises(InvalidRequestError, match="is 57 tokens, but the prompt has 59"):
+        llm.embed([longer], use_tqdm=False)
+    with pytest.raises(InvalidRequestError, match="output needs one, but the prompt has 57"):
+        llm.generate([{"prompt_token_ids": filling}], use_tqdm=False)
+    (told,) = llm.generate([longer], SamplingParams(truncate_prompt_tokens=-1), use_tqdm=False)
+    assert (len(told.prompt_token_ids), len(told.outputs[0].token_ids)) == (56, 1)

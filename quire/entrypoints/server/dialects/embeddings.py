@@ -8,7 +8,6 @@ import base64
 import struct
 import time
 from collections.abc import Callable
-from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -58,8 +57,7 @@ async def read_embedding(
     prompts = []
     for text in texts:
         with named(names):
-            prepared = await state.llm.prepare(text, params, special)
-        prompts.append(replace(prepared, pools=True))
+            prompts.append(await state.llm.prepare(text, params, special, pools=True))
         await asyncio.sleep(0)  # many short texts take long together
     terms = Terms(body.priority or 0, client_name(body.user))
     check_terms(terms, state.llm.limits.policy)
@@ -112,7 +110,7 @@ read_pooling = partial(read_embedding, form=partial(EmbeddingWriter.openai, kind
 
 async def read_ollama_embed(state: ServerState, body: OllamaEmbedRequest, request_id: str) -> _Asked:
     """/api/embed's, and the older /api/embeddings'. What is too long loses its end, unless the body forbids that."""
-    room, begin = state.llm.config.model.max_model_len - 1, time.monotonic_ns()
+    room, begin = state.llm.config.model.max_model_len, time.monotonic_ns()
     texts: list[Any] = [body.input] if isinstance(body.input, str) else body.input
     if body.truncate is not False:
         texts = [(await state.llm.token_ids(text))[:room] for text in texts]

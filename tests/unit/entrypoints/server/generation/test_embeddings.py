@@ -78,9 +78,11 @@ def test_vllms_pooling_and_its_fields(client: TestClient) -> None:
 def test_cuts(server: Any, client: TestClient) -> None:
     post(client, "/v1/embeddings", input=[[*range(1, 9)]], truncate_prompt_tokens=3)
     assert server.core.requests[-1].prompt_token_ids == [6, 7, 8]
+    post(client, "/v1/embeddings", input=[[*range(1, 131)]], truncate_prompt_tokens=-1)
+    assert server.core.requests[-1].prompt_token_ids == [*range(3, 131)]
     post(client, "/api/embed", model="demo", input="word " * 500)
     whole = server.core.tokenizer.encode("word " * 500)
-    assert server.core.requests[-1].prompt_token_ids == whole[:127]  # of Ollama's, the end goes
+    assert server.core.requests[-1].prompt_token_ids == whole[:128]  # of Ollama's, the end goes
 
 
 def test_ollamas_forms(client: TestClient) -> None:
@@ -107,7 +109,7 @@ def test_llama_cpps_form(server: Any, client: TestClient) -> None:
         ("/v1/embeddings", {"input": []}, "input: must be a text, a list of texts"),
         ("/v1/embeddings", {"input": ["a", 1]}, "input: prompt 1 is of another kind"),
         ("/v1/embeddings", {"input": [99999999]}, "is out of the vocabulary"),
-        ("/v1/embeddings", {"input": [1] * 128}, "maximum context length is 128"),
+        ("/v1/embeddings", {"input": [1] * 129}, "maximum context length is 128"),
         ("/v1/embeddings", {"input": "a", "encoding_format": "hex"}, "encoding_format"),
         ("/v1/embeddings", {"input": "a", "dimensions": 0}, "dimensions"),
         ("/v1/embeddings", {"input": "a", "stream": True}, "vectors come whole"),
