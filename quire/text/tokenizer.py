@@ -264,10 +264,6 @@ class Tokenizer:
         """
         return self._renderer.render(conversation.job(self))
 
-    def end_rendering(self) -> None:
-        """End the process that templates run in, where no more are to be rendered soon; a later one starts another."""
-        self._renderer.close()
-
     def grammar_table(self) -> tuple[str, dict[str, int]]:
         """What grammars need: tokenizer.json as text, and the ids of the tokens that stand for no text, by name.
 

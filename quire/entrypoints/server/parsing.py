@@ -7,7 +7,7 @@ be told apart, gets back what it brought.
 import asyncio
 import secrets
 from collections.abc import Callable
-from contextlib import suppress
+from contextlib import closing, suppress
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -30,6 +30,7 @@ from quire.sampling_params import SamplingParams
 from quire.structured_outputs import StructuredOutputsParams
 from quire.text.conversation import Conversation
 from quire.text.grammars.compose import after
+from quire.text.renderer import Renderer
 from quire.text.tokenizer import Tokenizer
 
 _Script = Callable[[Reader], Script[None]]
@@ -137,7 +138,7 @@ def _known_form(state: ServerState, template: str) -> Form | None:
     forms = state.learned_forms
     if template not in forms:
         while len(forms) >= _MOST_LEARNED:
-            del forms[next(iter(forms))]
+            forms.pop(next(iter(forms)), None)  # which another thread may have done
         forms[template] = _learned(state.llm.tokenizer, template)
     return forms[template]
 
@@ -147,14 +148,11 @@ def _learned(tokenizer: Tokenizer | None, template: str) -> Form | None:
 
     def render(messages: list[dict[str, Any]], tools: list[Any], opens: bool) -> str:
         asked = Conversation(messages=messages, chat_template=template, tools=tools, add_generation_prompt=opens)
-        return tokenizer.render(asked)
+        return renderer.render(asked.job(tokenizer))
 
-    try:
+    with suppress(QuireError), closing(Renderer()) as renderer:  # its own, for another thread may learn another one
         return learned_form(render)
-    except QuireError:
-        return None
-    finally:
-        tokenizer.end_rendering()
+    return None
 
 
 def _tokens(tokenizer: Tokenizer, marks: tuple[str, ...]) -> tuple[dict[str, int], bool]:

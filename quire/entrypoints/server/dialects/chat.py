@@ -3,6 +3,7 @@
 `TurnService` calls it. What it writes is OpenAI's, with vLLM's additions (`responses`).
 """
 
+import asyncio
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -50,7 +51,8 @@ async def read_chat(
     state.unknown_fields.note(body, sent_as)  # what is of no use to the template
     try:
         with named(names_of(body)):
-            parsing = plan_parsing(state, text, params, offer, body)
+            plan = state, text, params, offer, body  # in a thread: a grammar of many tools takes its time
+            parsing = plan_parsing(*plan) if offer is None else await asyncio.to_thread(plan_parsing, *plan)
     except NoFormatError as error:
         parsing, refusal = Parsing(params), error
     params = parsing.params

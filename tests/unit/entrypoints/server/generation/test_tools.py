@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -274,6 +275,22 @@ def test_of_templates_that_clients_send_few_formats_are_kept(
         for mark in ("a", "b", "c"):
             assert post(client, chat_template=OTHER + mark)["choices"][0]["message"]["tool_calls"]
     assert list(server.state.learned_forms) == [OTHER + "b", OTHER + "c"]
+
+
+def test_a_template_that_a_client_sends_is_learned_beside_the_event_loop(
+    make_server: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It may take its time, and starts a process."""
+    learned, threads = parsing._learned, list[str]()
+    monkeypatch.setattr(
+        parsing, "_learned", lambda *args: threads.append(threading.current_thread().name) or learned(*args)
+    )
+    server = make_server(chat_template=OTHER, trust_request_chat_template=True)
+    server.core.texts = ['Well. @@call sub with {"x": 5}@@'] * 2
+    with TestClient(server.app) as client:
+        for _ in range(2):
+            assert post(client, chat_template=OTHER + "a")["choices"][0]["message"]["tool_calls"]
+    assert [name.partition("_")[0] for name in threads] == ["asyncio"]
 
 
 def test_the_format_is_known_before_the_first_request(make_server: Callable[..., Any]) -> None:
