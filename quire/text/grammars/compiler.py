@@ -25,6 +25,7 @@ from quire.text.grammars.trial import Trial
 _RISKY = re.compile(r'"(pattern|patternProperties|allOf|multipleOf)')
 _LARGE = 2**15  # tokens: to read fewer takes some hundredths of a second
 _LONG = 2**15  # characters of a source: some grammars take time by the square of their length
+_MANY = 200  # minItems, maximum and the like, in however short a source: time goes by the square of their number
 _SECONDS = (0.0, 0.25, 1.0, 4.0)  # of processor time that a grammar may take at each pace before it is compiled here
 NUM_PACES = len(_SECONDS)
 
@@ -117,4 +118,4 @@ class Compiler:
 
 def _may_take_long(params: StructuredOutputsParams, source: str) -> bool:
     risky = params.kind not in ("choice", "json_object") and (params.kind != "json" or _RISKY.search(source))
-    return bool(risky) or len(source) > _LONG
+    return bool(risky) or len(source) > _LONG or source.count('"min') + source.count('"max') > _MANY
