@@ -414,8 +414,8 @@ class AsyncLLM:
         del self._streams[internal], self._external[internal]
         self._admission.queued.discard(internal)
         self._aborted_early.discard(internal)
-        if self._outputs.discard(internal):
-            self.observer.on_finished(internal, ["abort"], 0, time.monotonic())
+        if (record := self._outputs.records.pop(internal, None)) is not None:
+            self.observer.on_finished(*record.ending("error" if self.errored else "abort"), time.monotonic())
             if self._monitor.dead is None:
                 self._client.send(Abort([internal]))
 
@@ -460,9 +460,10 @@ class AsyncLLM:
             asyncio.get_running_loop().call_soon(self._wake_readers)
         for record in processed.ready:
             internal, shown = record.request.request_id, record.shown
-            stream, reasons = self._streams[internal], record.finish_reasons()
-            if reasons:
-                observer.on_finished(internal, reasons, shown.num_cached_tokens or 0, now)
+            stream, reasons = self._streams[internal], list[str]()
+            if not record.num_left:
+                _, reasons, _ = ending = record.ending()
+                observer.on_finished(*ending, now)
             error = shown.error or (RequestFailedError(_FAILED) if "error" in reasons else None)
             stream.is_fresh |= error is None  # what came before an error is still to be taken
             self._fresh.append(stream) if error is None else stream.fail(error)
@@ -473,8 +474,8 @@ class AsyncLLM:
             stream.listener()
 
     def _refuse(self, event: Refused) -> None:
-        if self._outputs.discard(event.request_id):
-            self.observer.on_finished(event.request_id, ["error"], 0, time.monotonic())
+        if (record := self._outputs.records.pop(event.request_id, None)) is not None:
+            self.observer.on_finished(*record.ending("error"), time.monotonic())
         if (stream := self._streams.get(event.request_id)) is not None:
             stream.fail(event.fault.error())
 

@@ -149,7 +149,7 @@ class LLMEngine:
         self._undelivered = [output for output in self._undelivered if output.request_id not in dropped]
         self._pending = [news for news in self._pending if news.request_id not in dropped]
         for request_id in dropped:
-            self._outputs.discard(request_id)
+            self._outputs.records.pop(request_id, None)
 
     def has_unfinished_requests(self) -> bool:
         """Whether `step` has more to return."""

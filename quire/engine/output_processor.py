@@ -154,9 +154,13 @@ class RequestRecord:
                 outputs.append(sequence.completion(self.params, delta, index))
         return structs.replace(self.shown, outputs=outputs, finished=finished)
 
-    def finish_reasons(self) -> list[str]:
-        """Why its sequences ended; none before all have."""
-        return [] if self.num_left else [sequence.finish_reason or "abort" for sequence in self._chosen()]
+    def ending(self, unfinished: str = "abort") -> tuple[str, list[str], int]:
+        """What an observer hears of its end: its id, why each sequence ended, and prompt tokens that were cached.
+
+        `unfinished` is why those end that went on until now.
+        """
+        reasons = [sequence.finish_reason or unfinished for sequence in self._chosen()]
+        return self.request.request_id, reasons, self.shown.num_cached_tokens or 0
 
     def _chosen(self) -> list[_SequenceRecord]:
         if not self._is_ranked:
@@ -195,7 +199,7 @@ class OutputProcessor:
     """Records of all live requests.
 
     Attributes:
-        records: by id, in order of arrival.
+        records: by id, in order of arrival; whoever takes one out closes it without an output.
     """
 
     def __init__(self, tokenizer: Tokenizer | None, args: EngineArgs) -> None:
@@ -213,10 +217,6 @@ class OutputProcessor:
             record = self.records.get(request_id)
             if record and (metrics := record.shown.metrics) and metrics.first_scheduled_time is None:
                 metrics.first_scheduled_time = now + WALL_CLOCK_OFFSET
-
-    def discard(self, request_id: str) -> bool:
-        """Close a record without an output; whether there was one."""
-        return self.records.pop(request_id, None) is not None
 
     def process(self, news: list[SequenceOutput], now: float) -> ProcessedOutputs:
         """Take in a step's news, in the order of the batch.

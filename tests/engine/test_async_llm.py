@@ -18,6 +18,7 @@ import tokenizers
 import quire
 from quire import LLM, AsyncLLM, AsyncOptions, EngineArgs, LLMEngine, RequestOutputKind, SamplingParams
 from quire.engine.clients.process import ProcessClient
+from quire.engine.observer import Observer
 from quire.errors import (
     ConfigError,
     EngineDeadError,
@@ -146,6 +147,32 @@ def test_leaving_the_iterator_aborts(engine: Engine) -> None:
             await asyncio.sleep(0.001)
         reader.cancel()
         await engine.when_idle()
+
+    engine.run(leave())
+
+
+class Endings(Observer):
+    """Hears how requests end: each sequence's reason, and the tokens that the prefix cache had."""
+
+    def __init__(self) -> None:
+        self.heard: list[tuple[list[str], int]] = []
+
+    def on_finished(self, request_id: str, reasons: list[str], num_cached_tokens: int, now: float) -> None:
+        self.heard.append((reasons, num_cached_tokens))
+
+
+def test_the_end_of_a_request_that_is_left_is_told_in_full(engine: Engine) -> None:
+    prompt = {"prompt_token_ids": [*range(100, 180)]}
+
+    async def leave() -> None:
+        await engine.collect(prompt, SamplingParams(max_tokens=1))
+        engine.llm.observer = endings = Endings()
+        params = SamplingParams(max_tokens=400, ignore_eos=True, n=3, temperature=1.0)
+        async for _ in engine.llm.generate(prompt, params, "left"):
+            break
+        await engine.when_idle()
+        engine.llm.observer = Observer()
+        assert endings.heard == [(["abort"] * 3, 64)]
 
     engine.run(leave())
 
@@ -596,6 +623,7 @@ def test_an_engine_that_dies_or_hangs_is_noticed_by_all_who_wait(
     monkeypatch.setattr("quire.engine.clients.process.CLOSE_SECONDS", 0.1)  # which would be waited for in vain
     llm = AsyncLLM.from_engine_args(ARGS, options=AsyncOptions(log_level="error", step_timeout=1.0))
     directory = llm._client._directory  # type: ignore[attr-defined]
+    llm.observer = endings = Endings()
 
     async def wait() -> None:
         params = SamplingParams(max_tokens=490, ignore_eos=True)
@@ -610,6 +638,7 @@ def test_an_engine_that_dies_or_hangs_is_noticed_by_all_who_wait(
         os.kill(_child_of(llm).pid, number)
         results = await asyncio.wait_for(asyncio.gather(*waiters, return_exceptions=True), 10)
         assert [type(result) for result in results] == [EngineDeadError] * 3
+        assert endings.heard == [(["error"], 0)] * 3
         with pytest.raises(EngineDeadError):
             await llm.check_health()
         with pytest.raises(EngineDeadError):
