@@ -158,7 +158,7 @@ class Outcomes:
             tokens, logprobs = tokens[:num_used], logprobs and logprobs[:num_used]
             outputs = [group.output(sequence.index, tokens, logprobs, found.prompt_logprobs, (reason, stop_reason))]
             if found.pooled is not None:
-                outputs = [structs.replace(outputs[0], pooled=found.pooled)]
+                outputs = [structs.replace(outputs[0], pooled=found.pooled, finish_reason="stop")]
         if reason is None:
             drafts = list(found.draft_token_ids)
             if drafts:

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from quire.engine.observer import Observer
 from quire.entrypoints.server.history import History
 from quire.metrics.histogram import Histogram
-from quire.protocol.requests import NewRequest
+from quire.protocol.requests import NewRequest, PoolingTask
 from quire.protocol.stats import EngineStats
 
 # vLLM's bounds, so that its dashboards show what they show there.
@@ -46,7 +46,7 @@ class _Request:
     """What is known of a live request."""
 
     num_prompt_tokens: int
-    max_tokens: int
+    max_tokens: int  # 0: its prompt is pooled
     n: int
     arrival: float
     adapter: str  # its name; "": none
@@ -65,8 +65,7 @@ class ServingMetrics(Observer):
 
     def __init__(self, max_model_len: int = 32_768) -> None:
         """`max_model_len` bounds the histograms of token counts."""
-        self.num_prompt_tokens = 0
-        self.num_cached_prompt_tokens = 0
+        self.num_prompt_tokens = self.num_cached_prompt_tokens = 0
         self.num_generation_tokens = 0
         self.finished: Counter[str] = Counter(dict.fromkeys(_FINISH_REASONS, 0))  # finish reason -> sequences
         self.event_loop_max_stall = 0.0
@@ -74,8 +73,7 @@ class ServingMetrics(Observer):
         self._add_histograms(one_two_five(max_model_len))
         self.history = History([self._inter_token, self._first_token, self._queue])
         self._requests: dict[str, _Request] = {}
-        self._step_time = 0.0
-        self._tokens_before_step = 0
+        self._step_time, self._tokens_before_step = 0.0, 0
 
     def _add_histograms(self, counts: list[float]) -> None:
         def add(name: str, help: str, bounds: Sequence[float], finer: Sequence[float] = ()) -> Histogram:
@@ -103,7 +101,7 @@ class ServingMetrics(Observer):
 
     def on_arrival(self, request: NewRequest, n: int) -> None:
         """A request was accepted, of which `n` sequences will be told."""
-        sizes = len(request.prompt_token_ids), request.task.max_tokens, n
+        sizes = len(request.prompt_token_ids), request.task.max_tokens * (not isinstance(request.task, PoolingTask)), n
         adapter = request.adapter.name if request.adapter else ""
         self._requests[request.request_id] = _Request(*sizes, request.arrival_time, adapter)
 
@@ -124,6 +122,7 @@ class ServingMetrics(Observer):
             return
         if now != self._step_time:
             self.advance(now)
+        num_tokens *= request.max_tokens > 0  # the one that ends a pooled prompt is none
         self.num_generation_tokens += num_tokens
         if (sequence := request.sequences.get(sequence_index)) is None:
             if not request.sequences:  # the request's first

@@ -8,6 +8,7 @@ import pytest
 from quire.entrypoints.server.history import NUM_SECONDS
 from quire.entrypoints.server.metrics import ServingMetrics, geometric, one_two_five
 from quire.metrics.histogram import Histogram
+from quire.protocol.requests import PoolingTask
 from tests.arrivals import arrive
 
 
@@ -61,6 +62,18 @@ def test_sequences_of_one_request_are_timed_apart() -> None:
     assert seen(metrics, "request_generation_tokens") == (1, 5)
     assert seen(metrics, "request_max_num_generation_tokens") == (1, 3)
     assert (metrics.finished["stop"], metrics.finished["length"]) == (1, 1)
+
+
+def test_the_token_of_a_pooled_prompt_is_none() -> None:
+    metrics = ServingMetrics()
+    arrive(metrics, "a", 5, 1, n=1, now=0.0, kind=PoolingTask)
+    metrics.on_scheduled("a", 0.5)
+    metrics.on_tokens("a", 0, 1, 1.0)
+    metrics.on_finished("a", ["stop"], 0, 1.0)
+    assert (metrics.num_prompt_tokens, metrics.num_generation_tokens) == (5, 0)
+    assert seen(metrics, "time_to_first_token_seconds") == (1, 1.0)
+    assert seen(metrics, "request_generation_tokens") == (1, 0)
+    assert seen(metrics, "request_prefill_kv_computed_tokens") == (1, 5)
 
 
 def test_a_request_aborted_before_it_ran() -> None:
