@@ -181,7 +181,7 @@ class EngineArgs:
     stream_interval: int = option(1, 1)
     """Tokens that a stream gathers for each of its pieces; the first token comes at once, and the last ones."""
     disable_log_stats: bool = option(False)
-    """Do not gather per-request timings: outputs have no metrics."""
+    """Do not gather per-request timings: outputs have no metrics. Nor does a server log how busy it is."""
     debug: bool = option(False)
     """Check the engine's invariants at every step and poison fresh KV blocks with NaN."""
 

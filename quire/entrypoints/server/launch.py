@@ -120,7 +120,7 @@ def load(args: ServerArgs, engine_args: EngineArgs) -> ServerState:
 def _beside(state: ServerState) -> list[Coroutine[Any, Any, None]]:
     """What runs beside a model."""
     name = "" if state.retain is None else f"{state.model_names[0]}: "
-    return [watch_stalls(state), _log_throughput(state, name), warm_up(state), load_modules(state)]
+    return [watch_stalls(state), log_throughput(state, name), warm_up(state), load_modules(state)]
 
 
 class Server(uvicorn.Server):
@@ -250,9 +250,10 @@ async def watch_stalls(state: ServerState) -> None:
         before = longest
 
 
-async def _log_throughput(state: ServerState, name: str) -> None:
+async def log_throughput(state: ServerState, name: str = "") -> None:
+    """Say every few seconds how fast a busy server is, unless it is not to."""
     log = ThroughputLine(state.metrics, time.monotonic())
-    while True:
+    while not state.llm.config.args.disable_log_stats:
         await asyncio.sleep(_LOG_SECONDS)
         if (line := log.next(state.llm.stats(), time.monotonic())) is not None:
             logger.info("%s%s", name, line)

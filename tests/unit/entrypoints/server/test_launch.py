@@ -21,10 +21,11 @@ import pytest
 from quire.config.engine_args import EngineArgs
 from quire.entrypoints.server import launch
 from quire.entrypoints.server.address import bound_socket, describe_address, ssl_context
-from quire.entrypoints.server.launch import Server, read_chat_template, watch_stalls
+from quire.entrypoints.server.launch import Server, log_throughput, read_chat_template, watch_stalls
 from quire.entrypoints.server.metrics import ServingMetrics
 from quire.entrypoints.server.options import ServerArgs
 from quire.errors import ConfigError, EngineDeadError, QuireError
+from quire.protocol.stats import EngineStats
 
 State = Callable[..., Any]
 
@@ -336,6 +337,24 @@ def test_an_idle_server_looks_at_its_event_loop_rarely(monkeypatch: pytest.Monke
     with pytest.raises(asyncio.CancelledError):
         asyncio.run(watch_stalls(state))
     assert slept[0] >= 10 * slept[1]
+
+
+@pytest.mark.parametrize("disable_log_stats", [False, True])
+def test_no_line_of_how_fast_it_is_where_it_is_not_to_log_stats(
+    disable_log_stats: bool, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    args, stats = EngineArgs(disable_log_stats=disable_log_stats), EngineStats(num_requests_running=1)
+    llm = SimpleNamespace(config=SimpleNamespace(args=args), stats=lambda: stats)
+    state: Any = SimpleNamespace(metrics=ServingMetrics(), llm=llm)
+    monkeypatch.setattr(launch, "_LOG_SECONDS", 0.01)
+
+    async def story() -> None:
+        with suppress(TimeoutError):
+            await asyncio.wait_for(log_throughput(state), 0.2)
+
+    with caplog.at_level(logging.INFO, "quire"):
+        asyncio.run(story())
+    assert any("generation 0.0 tokens/s; running 1" in line for line in caplog.messages) is not disable_log_stats
 
 
 # ---- the address
