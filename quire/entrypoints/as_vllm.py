@@ -14,12 +14,13 @@ from inspect import signature
 from types import SimpleNamespace
 from typing import Any
 
-from msgspec import Struct, structs
+from msgspec import Struct
 
 from quire.config import engine_args
 from quire.engine import async_llm, llm_engine
 from quire.entrypoints import not_yet
 from quire.entrypoints.cli.flags import add_option_flags
+from quire.entrypoints.server.metrics import figures_of
 from quire.entrypoints.vllm_names import lacking
 from quire.errors import EngineDeadError
 from quire.protocol.stats import EngineStats
@@ -192,16 +193,15 @@ class Vector(Metric):
 
 
 class Metrics(list[Metric]):
-    """Figures under vLLM's names, one by one; as attributes those of `EngineStats`, under Quire's."""
+    """Figures under the names of /metrics, one by one; as attributes those of `EngineStats`, under its own."""
 
-    def __init__(self, stats: EngineStats) -> None:
-        self.stats = stats
-        drafts = {} if stats.speculation is None else structs.asdict(stats.speculation)
-        figures = structs.asdict(stats) | {f"spec_decode_{name}_total": value for name, value in drafts.items()}
-        for name, value in figures.items():
-            kind: Any = Vector if isinstance(value, list) else Counter if name.endswith("_total") else Gauge
-            if isinstance(value, int | float) or name.startswith("spec_"):
-                self.append(kind(f"vllm:{name.removesuffix('_total')}", {"engine": "0"}, value))
+    def __init__(self, stats: EngineStats, model_name: str) -> None:
+        self.stats, labels = stats, {"model_name": model_name, "engine": "0"}
+        for kind in (Gauge, Counter):
+            self += [kind(name, labels, value) for name, _, value in figures_of(stats, kind is Counter)]
+        if stats.speculation is not None:
+            accepted = stats.speculation.num_accepted_tokens_per_pos
+            self.append(Vector("vllm:spec_decode_num_accepted_tokens_per_pos", labels, accepted))
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.__dict__["stats"], name)

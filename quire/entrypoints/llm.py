@@ -411,8 +411,8 @@ class LLM:
             return [method(executor.worker, *args, **(kwargs or {}))]
 
     def get_metrics(self) -> Metrics:
-        """The engine's counters and gauges: a list under vLLM's names, and attributes, as `EngineStats` has them."""
-        return Metrics(self.llm_engine.stats())
+        """The engine's counters and gauges: a list under /metrics' names, and attributes, as `EngineStats` has them."""
+        return Metrics(self.llm_engine.stats(), self.llm_engine.config.args.model)
 
     def apply_model(self, func: Callable[[Any], Any]) -> list[Any]:
         """Call a function on the model itself; one result per worker."""

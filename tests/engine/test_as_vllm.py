@@ -7,11 +7,14 @@ from typing import Any, cast
 
 import pytest
 import torch
+from prometheus_client.parser import text_string_to_metric_families
 
 from quire import LLM, AsyncEngineArgs, AsyncLLM, AsyncLLMEngine, EngineArgs, LLMEngine, PoolingParams, SamplingParams
 from quire.config import engine_args
 from quire.entrypoints.as_vllm import Counter, Gauge, UsageContext, Vector
 from quire.entrypoints.cli.parser import Parser
+from quire.entrypoints.server.metrics import ServingMetrics
+from quire.entrypoints.server.prometheus import Figures, HttpCounts, render
 from quire.entrypoints.vllm_names import vllm_names
 from quire.errors import ConfigError, EngineDeadError, InvalidRequestError, NotYetSupportedError
 
@@ -213,6 +216,12 @@ def test_metrics(llm: LLM) -> None:
     assert isinstance(places, Vector)
     assert places.values == stats.speculation.num_accepted_tokens_per_pos
     assert len(by_name) == len(metrics)
+    assert running.labels == {"model_name": "demo", "engine": "0"}
+    body, _ = render([Figures(ServingMetrics(), [stats], "demo")], HttpCounts(), 1.0)
+    served = {family.name: family.type for family in text_string_to_metric_families(body.decode())}
+    assert by_name.keys() <= served.keys(), "/metrics has other names"
+    kinds = {name: "gauge" if isinstance(metric, Gauge) else "counter" for name, metric in by_name.items()}
+    assert kinds == {name: served[name] for name in by_name}
     with pytest.raises(AttributeError):
         metrics.nonsense  # noqa: B018
 

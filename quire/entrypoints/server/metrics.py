@@ -5,8 +5,11 @@ numbers for each live request, forgets the request when it ends, and knows nothi
 """
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from typing import Any
+
+from msgspec import structs
 
 from quire.engine.observer import Observer
 from quire.entrypoints.server.history import History
@@ -172,6 +175,16 @@ class ServingMetrics(Observer):
             self._step_tokens.observe(num_tokens - self._tokens_before_step)
         self._step_time, self._tokens_before_step = now, num_tokens
         self.history.advance(now, (self.num_prompt_tokens, self.num_generation_tokens, self.finished["error"]))
+
+
+def figures_of(stats: EngineStats, are_counters: bool) -> Iterator[tuple[str, str, Any]]:
+    """Name, help and value of what the stats' own types tell of: counters since the start, or gauges of the moment."""
+    for part in filter(None, (stats, stats.limits, stats.tiers, stats.speculation)):
+        for own in structs.fields(part):
+            told, is_counter = getattr(own.type, "__metadata__", ()), part is stats.speculation
+            if told and (is_counter or own.name.endswith("_total")) == are_counters:
+                help, name = (*told, f"quire:{own.name.removesuffix('_total')}")[:2]
+                yield name, help, getattr(part, own.name)
 
 
 def one_two_five(largest: int) -> list[float]:

@@ -10,14 +10,13 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from msgspec import structs
 from prometheus_client import CollectorRegistry, Metric, ProcessCollector, generate_latest
 from prometheus_client import metrics_core as core
 from prometheus_client.registry import Collector
 from prometheus_client.utils import floatToGoString
 
 from quire.config.engine_args import EngineConfig
-from quire.entrypoints.server.metrics import ServingMetrics
+from quire.entrypoints.server.metrics import ServingMetrics, figures_of
 from quire.kvcache.residency import residency_histograms
 from quire.metrics.histogram import Histogram
 from quire.protocol.stats import SLEEP_STATES, EngineStats
@@ -89,7 +88,7 @@ class Figures:
         return {"model_name": self.model_name, "engine": engine}
 
     def _gauges(self, stats: EngineStats) -> Iterator[_Figure]:
-        yield from _told(stats, are_counters=False)
+        yield from figures_of(stats, are_counters=False)
         states = {state: int(state == stats.sleep_state) for state in SLEEP_STATES}
         yield "vllm:engine_sleep_state", "Whether the engine is in it: 1.", _by("sleep_state", states)
         deferred = sum(stats.waiting_reasons.get(reason, 0) for reason in _PREPARING)
@@ -118,7 +117,7 @@ class Figures:
         yield "vllm:request_success", "Sequences that ended, by why.", _by("finished_reason", metrics.finished)
 
     def _counters(self, stats: EngineStats) -> Iterator[_Figure]:
-        yield from _told(stats, are_counters=True)
+        yield from figures_of(stats, are_counters=True)
         if (drafts := stats.speculation) is not None:
             by_place = {str(place): count for place, count in enumerate(drafts.num_accepted_tokens_per_pos)}
             help = "Those accepted, by place among the drafts."
@@ -169,16 +168,6 @@ class _Families(Collector):
         buckets = [(floatToGoString(bound), count) for bound, count in seen.cumulative()]
         kind = core.HistogramMetricFamily if seen.bounds else core.SummaryMetricFamily
         self.add(kind, seen.name, seen.help, labels, buckets if seen.bounds else seen.counts[0], seen.total)
-
-
-def _told(stats: EngineStats, are_counters: bool) -> Iterator[_Figure]:
-    """What the stats' own types tell of: counters since the start, or gauges of the moment."""
-    for part in filter(None, (stats, stats.limits, stats.tiers, stats.speculation)):
-        for field in structs.fields(part):
-            told, is_counter = getattr(field.type, "__metadata__", ()), part is stats.speculation
-            if told and (is_counter or field.name.endswith("_total")) == are_counters:
-                help, name = (*told, f"quire:{field.name.removesuffix('_total')}")[:2]
-                yield name, help, getattr(part, field.name)
 
 
 def _by(label: str, values: Mapping[str, float]) -> tuple[tuple[str], Mapping[tuple[str, ...], float]]:
