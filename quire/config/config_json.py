@@ -124,8 +124,7 @@ class ConfigReader:
         self.model_type: str = model_type if isinstance(model_type, str) else ""
         self.family = family_of(self.model_type)
         self.architecture = self._architecture()
-        if not self.model_type:
-            self.family = BY_ARCHITECTURE.get(self.architecture, self.family)
+        self.family = family_of(self.model_type or self.architecture)
 
     def get(self, *names: str, default: Any = None) -> Any:
         """The value under the first of `names` that is there and not null, else the family's default or `default`."""

@@ -146,7 +146,7 @@ WITH_TEXT = frozenset(
 # fmt: on
 BY_ARCHITECTURE = {family.architecture: family for family in FAMILIES}
 BY_MODEL_TYPE = {family.model_type: family for family in sorted(FAMILIES, key=lambda f: f.model_type)}
-_BY_ANY_TYPE = BY_MODEL_TYPE | {name: family for family in FAMILIES for name in family.text_of}
+_BY_ANY_NAME = BY_ARCHITECTURE | BY_MODEL_TYPE | {name: family for family in FAMILIES for name in family.text_of}
 _UNKNOWN = Family("", "", "")
 
 
@@ -160,9 +160,9 @@ def built_family(architecture: str, model: str) -> Family:
     return BY_ARCHITECTURE[architecture]
 
 
-def family_of(model_type: Any) -> Family:
-    """The family that a model_type stands for; of one that is not known, a family without peculiarities."""
-    return _BY_ANY_TYPE.get(str(model_type), _UNKNOWN)
+def family_of(name: Any) -> Family:
+    """The family that a model_type, or an architecture, stands for; of others, a family without peculiarities."""
+    return _BY_ANY_NAME.get(str(name), _UNKNOWN)
 
 
 _HELD = {"medusa": "Medusa heads", "eagle3": "an EAGLE-3 head", "eagle": "an EAGLE head", "draft_model": "a model"}

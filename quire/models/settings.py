@@ -39,7 +39,7 @@ def indices(config: ModelConfig, key: str) -> frozenset[int]:
 
 def _value(config: ModelConfig, key: str, default: Any) -> Any:
     value = config.hf_config.get(key)
-    return family_of(config.model_type).defaults.get(key, default) if value is None else value
+    return family_of(config.model_type or config.architecture).defaults.get(key, default) if value is None else value
 
 
 def _refusal(config: ModelConfig, key: str, value: Any, rule: str) -> ModelLoadError:

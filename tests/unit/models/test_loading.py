@@ -2,6 +2,7 @@
 
 import json
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -15,6 +16,7 @@ from quire.config.model import ModelConfig
 from quire.errors import ModelLoadError
 from quire.layers.embedding import Embedding
 from quire.layers.linear import Linear
+from quire.models import settings
 from quire.models.registry import CausalLM, build_model
 from quire.protocol.cache import LayerCache
 from quire.quantization.base import QuantizationMethod
@@ -305,3 +307,9 @@ def test_attention_layers_say_what_they_keep_and_know_their_group(make) -> None:
 def test_tensors_of_a_strange_type_are_refused(make) -> None:
     with pytest.raises(ModelLoadError, match=r"norm\.weight' is of type int32 .* one of float32, float16"):
         make(LLAMA).load_weights([("model.norm.weight", torch.ones(8, dtype=torch.int32))])
+
+
+def test_without_a_model_type_defaults_are_the_architectures() -> None:
+    """config.json need not name one; what it leaves unsaid is then as transformers' class of that name has it."""
+    config: Any = SimpleNamespace(hf_config={}, model_type="", architecture="GraniteMoeForCausalLM", model="a")
+    assert settings.count(config, "num_experts_per_tok", 8) == 2
