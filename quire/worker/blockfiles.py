@@ -23,7 +23,7 @@ from quire.utils.logs import logger
 from quire.worker.weights.cache import partial_name, remove, remove_partials
 
 FORMAT = 1  # raised when what is in a block, or in its file, changes
-MAX_QUEUED_BYTES = 256 * 2**20  # of blocks that wait to be written; more are not kept
+MAX_QUEUED_BYTES = 256 * 2**20  # of blocks that wait to be written, were each one of the largest; more are not kept
 CLOSING_SECONDS = 20.0  # to write what waits when the engine ends
 _KEPT = 0.9  # of the limit, when room is made
 _HEADER = struct.Struct("<8s32s32sII")  # magic, fingerprint, name, group, bytes
@@ -81,7 +81,7 @@ class BlockFiles:
         self._order = count()
         self._answers = queue.SimpleQueue[BlockRead]()  # another one once nobody wants those any more
         self._num_reading = 0  # asked and not answered yet
-        self._asked_bytes = self._done_bytes = 0  # of blocks to be written; the thread alone counts those done
+        self._waiting: dict[tuple[int, bytes], memoryview] = {}  # group, name -> to be written; the thread takes out
         self._num_written = self._num_damaged = self._num_failed = self._num_removed = 0
         self._total = 0  # bytes in the folder, as far as is known
         self._is_full = False
@@ -107,10 +107,10 @@ class BlockFiles:
 
     def write(self, group: int, name: bytes, data: memoryview) -> None:
         """Have a block written some time; its bytes must not change any more."""
-        if self._asked_bytes - self._done_bytes + len(data) > MAX_QUEUED_BYTES:
+        if (len(self._waiting) + 1) * max(self._folder.block_bytes) > MAX_QUEUED_BYTES:
             self._num_failed += 1
             return
-        self._asked_bytes += len(data)
+        self._waiting[group, name] = data
         self._have_done(_WRITE, partial(self._write, group, name, data))
 
     def read(self, group: int, host: int, name: bytes) -> None:
@@ -159,14 +159,14 @@ class BlockFiles:
         if answers is not self._answers:  # they were forgotten
             return
         try:
-            data = self._read(group, name)
+            data = self._waiting.get((group, name)) or self._read(group, name)
         except Exception:  # whoever waits must have an answer
             logger.exception("a block could not be read")
             data = None
         answers.put(BlockRead(group, host, data))
 
     def _write(self, group: int, name: bytes, data: memoryview) -> None:
-        self._done_bytes += len(data)
+        self._waiting.pop((group, name), None)
         path = self._folder.file(group, name)
         header = _HEADER.pack(_MAGIC, self._folder.fingerprint, name, group, len(data))
         size = len(header) + len(data) + _CHECKSUM

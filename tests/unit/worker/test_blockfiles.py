@@ -51,6 +51,19 @@ def test_another_engine_finds_what_one_has_written(tmp_path: Path) -> None:
     assert not list(place.path.glob("*.partial"))
 
 
+def test_what_waits_to_be_written_is_found(tmp_path: Path) -> None:
+    """Reads come first, so whoever asks for a block that was handed over just now would hear that there is none."""
+    files = BlockFiles(folder(tmp_path))
+    files.write(0, NAMES[0], content(0))
+    files.read(0, 5, NAMES[0])
+    files.start()
+    (answer,) = files.answers(10.0)
+    assert answer.data == content(0)
+    files.close()
+    assert files.news([]).num_written == 1
+    assert len(list(block_paths(tmp_path))) == 1
+
+
 @pytest.mark.parametrize("fault", ["flipped", "truncated", "longer", "empty", "of another block", "of another model"])
 def test_what_is_not_as_it_should_be_is_never_read(tmp_path: Path, fault: str) -> None:
     place, other = folder(tmp_path), folder(tmp_path, fingerprint=2)
