@@ -282,7 +282,7 @@ class AsyncLLM:
 
         Args:
             reset_running_requests: vLLM's, of no effect: requests keep what they have.
-            reset_connector: also those on the disk (kv_cache_dir), for as long as the engine lives.
+            reset_connector: also those on the disk (kv_cache_dir), until other weights are loaded.
         """
         return await self._call("reset_prefix_cache", bool(reset_connector))
 

@@ -262,6 +262,7 @@ class EngineCore:
         if "kv_cache" not in self._asleep:  # the worker that has them is a new one
             self._asleep, self._sleep_state = {"kv_cache"}, SLEEP_STATES[1]
             self.wake_up()
+        self.forget_disk(goes_on=True)
         return True
 
     def call_workers(self, method: str, arguments: list[Any]) -> Returned:
@@ -282,10 +283,13 @@ class EngineCore:
             self.forget_disk()
         return Returned([reply.value for reply in replies])
 
-    def forget_disk(self) -> None:
-        """Workers may have other weights by now, for which names of blocks on the disk stand for others."""
+    def forget_disk(self, goes_on: bool = False) -> None:
+        """Workers may have other weights by now, for which names of blocks on the disk stand for others.
+
+        `goes_on`: these have files of their own, so blocks are kept there from now on.
+        """
         if (disk := self.scheduler.kv.disk) is not None:
-            disk.close()
+            disk.forget(goes_on)
 
     def _begin_anew(self, keep: bool = False) -> bool:
         """Forget what workers know, and prefixes but for the disk's; False (and nothing done) while requests run.
@@ -296,11 +300,10 @@ class EngineCore:
         if self.has_unfinished() and not keep:
             return False
         self._start_over()
-        self.scheduler.kv.reset_prefix_cache(keep_disk=True)
+        self.reset_prefix_cache()
         self.places = AdapterPlaces(self.places.num_places, self.scheduler.is_live)
         for request in self.scheduler.await_adapters():
             self.places.add(request.request_id, request.adapter)
-        self._publish()
         return True
 
     def _start_over(self) -> None:

@@ -164,7 +164,7 @@ class LLMEngine:
 
         Args:
             reset_running_requests: vLLM's, of no effect: requests keep what they have.
-            reset_connector: also those on the disk (kv_cache_dir), for as long as the engine lives.
+            reset_connector: also those on the disk (kv_cache_dir), until other weights are loaded.
         """
         return self.core.call("reset_prefix_cache", bool(reset_connector))
 

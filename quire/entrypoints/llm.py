@@ -290,7 +290,7 @@ class LLM:
 
         Args:
             reset_running_requests: vLLM's, of no effect: between calls of this class no request runs.
-            reset_connector: also those on the disk (kv_cache_dir), for as long as the engine lives.
+            reset_connector: also those on the disk (kv_cache_dir), until other weights are loaded.
         """
         return self._batches.call("reset_prefix_cache", bool(reset_connector))
 

@@ -80,9 +80,9 @@ class DiskTier:
             self._host[group].release(host)
         self.under_way, self._fetches = {}, []
 
-    def close(self) -> None:
-        """Neither read nor write from now on: what a name stands for may have changed."""
-        self._is_open = False
+    def forget(self, goes_on: bool = False) -> None:
+        """Neither read nor write from now on, as what a name stands for may have changed; or begin with no name."""
+        self._is_open = goes_on
         self.saves = []
         for known in self.known:
             known.clear()

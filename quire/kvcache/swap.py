@@ -263,7 +263,7 @@ class SwapSpace:
             pool.forget_all()
         self._forget_evicted()
         if self.disk is not None and not keep_disk:
-            self.disk.close()
+            self.disk.forget()
 
     def check_integrity(self) -> None:
         """Raise AssertionError unless the host's blocks are owned as the swapped tables imply."""

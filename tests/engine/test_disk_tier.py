@@ -233,6 +233,20 @@ def test_whoever_may_have_changed_weights_closes_the_disk(
         assert len([*(tmp_path / "blocks").glob("*/*/*.kv")]) <= 9, "those of the first answer"
 
 
+def test_weights_that_are_loaded_have_blocks_on_the_disk_again(tmp_path: Path) -> None:
+    """Their files are found under their own name, whatever was done to those before them."""
+    args: dict[str, Any] = SMALL | {"kv_cache_dir": str(tmp_path), "num_kv_blocks": 40}
+    one = LLMEngine.from_engine_args(EngineArgs(model="demo", **args), show_progress=False)
+    one.apply_model(lambda model: None)
+    assert one.core.call("update_weights", str(one.config.model.path))
+    expected = answer(one, LONG)
+    wait_until(lambda: len(list(tmp_path.rglob("*.kv"))) >= 8)
+    assert one.reset_prefix_cache()
+    assert answer(one, LONG) == expected
+    assert tiers(one).disk_hits_total == 8
+    one.executor.stop()
+
+
 def test_options_that_contradict_it() -> None:
     with pytest.raises(ConfigError, match="kv_cache_dir needs swap_space"):
         EngineArgs(kv_cache_dir="x", swap_space=0)
