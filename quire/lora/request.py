@@ -26,6 +26,7 @@ class LoRARequest:
     lora_path: str
     base_model_name: str | None = None
     load_inplace: bool = field(default=False, kw_only=True)
+    name, path, adapter_id = (property(lambda one, of=of: vars(one)[f"lora_{of}"]) for of in ("name", "path", "int_id"))
 
     def __post_init__(self) -> None:
         _check(self, "lora_request")

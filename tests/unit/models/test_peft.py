@@ -129,6 +129,11 @@ def test_requests_that_name_no_adapter(wrong: tuple[Any, Any, Any]) -> None:
 def test_a_request_may_name_its_model() -> None:
     assert LoRARequest("a", 1, "p", "demo") == LoRARequest("a", 1, "p", base_model_name="demo")
     assert LoRARequest("a", 1, "p").base_model_name is None
+    assert (LoRARequest("a", 1, "p").name, LoRARequest("a", 1, "p").adapter_id, LoRARequest("a", 1, "p").path) == (
+        "a",
+        1,
+        "p",
+    )
     with pytest.raises(InvalidRequestError, match="^base_model_name"):
         LoRARequest("a", 1, "p", "")
 
