@@ -27,6 +27,7 @@ logger = logging.getLogger(__name__)
 
 _SWAP_SPACE_FOR_DISK = 1.0  # GiB, where nothing else is said
 _Method = Literal[MadeMethod, KeptMethod, "gguf", "gptq_marlin", "awq_marlin"]
+_Form = Literal["auto", "safetensors", "fastsafetensors", "runai_streamer", "mistral", "gguf", "bitsandbytes", "dummy"]
 _Kernels = Literal["auto", "amx", "avx512_bf16", "avx512_vnni", "avx2", "neon_bf16", "neon_dot", "portable", "torch"]
 MAX_LORA_RANK = 256
 _OF_MODEL = ("dtype", "device", "max_model_len", "revision", "seed", "hf_overrides", "load_format", "download_dir")
@@ -73,8 +74,9 @@ class EngineArgs:
     """Keep packed weights on disk, so that the next start maps them instead of packing again."""
     weight_cache_size: float = option(64.0, over=0)
     """Most that packed weights of all models take on the disk, in GiB; the one used longest ago goes first."""
-    load_format: Literal["auto", "safetensors", "fastsafetensors", "gguf", "bitsandbytes", "dummy"] = option("auto")
-    """'dummy' fills the model with random weights, for measurements; the others are 'auto': files say what they are."""
+    load_format: _Form = option("auto")
+    """'dummy' fills the model with random weights, for measurements; the others are 'auto': files say what they are.
+    Where these are in Mistral's layout alone, or pickled, an error says what to do."""
     revision: str | None = option(None)
     """Branch, tag or commit of the model on the hub."""
     tokenizer_revision: str | None = option(None)
@@ -116,8 +118,8 @@ class EngineArgs:
     tpot_target: float | None = option_of(PolicyOptions, "tpot_target")
     kv_cache_dtype: Literal["auto", "int8", "fp8"] = option("auto")
     """Keys and values in the model's type, or in eight bits with a scale per token and head ('fp8' on a GPU only)."""
-    block_size: int = option(32, 1)
-    """Tokens in a KV block."""
+    block_size: int = option(32, 1, 2**14)
+    """Tokens in a KV block, all of which is in memory once a token is written there."""
     gpu_memory_utilization: float | None = option(None, most=1, over=0, aliases=("device_memory_utilization",))
     """Share of the device's memory (on a CPU: of the free memory once the weights are loaded) for the engine; 0.92 on a
     GPU and 0.4 on a CPU by default."""

@@ -489,7 +489,9 @@ def test_unknown_load_format() -> None:
         EngineArgs(load_format="pt")
 
 
-@pytest.mark.parametrize("name", ["safetensors", "fastsafetensors", "gguf", "bitsandbytes"])
+@pytest.mark.parametrize(
+    "name", ["safetensors", "fastsafetensors", "runai_streamer", "mistral", "gguf", "bitsandbytes"]
+)
 def test_a_load_format_of_vllms_reads_what_there_is(name: Any) -> None:
     """The checkpoint tells its form itself."""
     assert EngineArgs(model="demo", load_format=name).resolve().model == EngineArgs(model="demo").resolve().model
