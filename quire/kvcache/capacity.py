@@ -76,10 +76,10 @@ def plan_cache(request: CacheRequest, report: CacheReport) -> CacheLayout:
             num_blocks = sizes.most_within(budget)
         if num_blocks < 1:
             raise ConfigError(
-                f"no memory for the KV cache: {budget // MIB} MiB are left for it and one block of "
-                f"{request.block_size} tokens takes {sum(report.block_bytes) / MIB:.2f} MiB. Set kv_cache_memory, "
-                "raise gpu_memory_utilization, or lower max_num_batched_tokens (now "
-                f"{request.max_num_batched_tokens})."
+                f"no memory for the KV cache: a block of {request.block_size} tokens takes "
+                f"{sum(report.block_bytes) / MIB:.2f} MiB, and {max(budget, 0) / MIB:.2f} MiB are left beside a step's "
+                f"{report.activation_bytes / MIB:.0f} MiB. Raise kv_cache_memory or gpu_memory_utilization, or lower "
+                f"max_num_batched_tokens (now {request.max_num_batched_tokens}) or block_size."
             )
     max_model_len = request.max_model_len
     if num_blocks < needed:
