@@ -45,9 +45,9 @@ class EngineArgs(engine_args.EngineArgs):
 
     @staticmethod
     def add_cli_args(parser: Any) -> Any:
-        """Give a parser a flag for each option, with its default in the namespace; returns the parser."""
+        """Give a parser a flag of each option, its default in the namespace (of vLLM's others None); returns it."""
         add_option_flags(parser.add_argument_group("engine options"), engine_args.EngineArgs)
-        parser.set_defaults(**_OPTIONS)
+        parser.set_defaults(**{name: None for name in not_yet.answers() if parser.get_default(name) is None} | _OPTIONS)
         return parser
 
     @classmethod

@@ -34,10 +34,17 @@ def test_flags_of_every_option() -> None:
     defaults = vars(parser.parse_args([]))
     assert defaults.pop("max_tokens") is None
     assert EngineArgs(**defaults) == EngineArgs(model="some/model")
+    assert (defaults["max_num_seqs"], defaults["compilation_config"], defaults["cpu_offload_gb"]) == (256, None, None)
     namespace = parser.parse_args(["--max_model_len", "64", "-tp", "2", "--no-enable-prefix-caching", "-O3"])
     args = EngineArgs.from_cli_args(namespace)
     assert args == EngineArgs("some/model", max_model_len=64, tensor_parallel_size=2, enable_prefix_caching=False)
     assert isinstance(args, engine_args.EngineArgs)
+
+
+def test_a_scripts_own_flags_keep_their_defaults() -> None:
+    parser = Parser()
+    parser.add_argument("--task", default="own")
+    assert EngineArgs.add_cli_args(parser).parse_args([]).task == "own"
 
 
 def test_a_parser_reads_the_command_line(monkeypatch: pytest.MonkeyPatch) -> None:
