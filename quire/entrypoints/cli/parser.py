@@ -48,6 +48,9 @@ class Parser(argparse.ArgumentParser):
         """As argparse's; the command's own parser reads its flags, not the one of all commands."""
         args = sys.argv[1:] if args is None else list(args)
         if self._subparsers is None:
+            if "--config" in args[:-1] and "--config" not in self._option_string_actions:  # of a script, as in vLLM
+                place = args.index("--config")
+                args = [*self._flags_in(args[place + 1]), *args[:place], *args[place + 2 :]]
             args = self._as_ours(args)
         return super().parse_known_args(args, namespace)
 
@@ -67,17 +70,8 @@ class Parser(argparse.ArgumentParser):
         Raises:
             ConfigError, NotYetSupportedError: the message names the file, and the key.
         """
-        import yaml  # for few
-
+        flags, self.source = self._flags_in(path), f"{path}: "
         try:
-            given = yaml.safe_load(read_text(path, "--config", 2**20))
-        except yaml.YAMLError as error:
-            raise ConfigError(f"{path} can't be read: {' '.join(str(error).split())}.") from None
-        if not isinstance(given, dict):
-            raise ConfigError(f"{path} must hold keys and values, as 'port: 8000'.")
-        self.source = f"{path}: "
-        try:
-            flags = [part for key, value in given.items() for part in self._flag_of(f"--{key}", value)]
             namespace, unknown = self.parse_known_args(flags)
         except NotYetSupportedError as error:
             raise NotYetSupportedError(f"{self.source}{error}") from None
@@ -86,14 +80,23 @@ class Parser(argparse.ArgumentParser):
         self.source = ""
         return namespace
 
+    def _flags_in(self, path: str) -> list[str]:
+        import yaml  # for few
+
+        try:
+            given = yaml.safe_load(read_text(path, "--config", 2**20))
+        except yaml.YAMLError as error:
+            raise ConfigError(f"{path} can't be read: {' '.join(str(error).split())}.") from None
+        if not isinstance(given, dict):
+            raise ConfigError(f"{path} must hold keys and values, as 'port: 8000'.")
+        return [part for key, value in given.items() for part in self._flag_of(f"--{key}", value)]
+
     def _flag_of(self, flag: str, value: Any) -> list[str]:
-        if value is None or value == []:
-            return []
         if isinstance(value, bool):
             return [flag if value else f"--no-{flag[2:]}"]
-        if isinstance(value, list):
-            return [flag, *map(str, value)]
-        return [f"{flag}={json.dumps(value, default=str) if isinstance(value, dict) else value}"]
+        values = [each for each in (value if isinstance(value, list) else [value]) if each is not None]
+        texts = [json.dumps(each, default=str) if isinstance(each, dict) else str(each) for each in values]
+        return [flag, *texts] if len(texts) > 1 else [f"{flag}={text}" for text in texts]
 
     def _as_ours(self, given: list[str]) -> list[str]:
         end = given.index("--") if "--" in given else len(given)

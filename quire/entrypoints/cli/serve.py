@@ -29,8 +29,10 @@ def add_flags(parser: ArgumentParser) -> None:
 
 def run(namespace: Namespace) -> None:
     """Serve."""
-    if hasattr(namespace, "config"):
-        _take_file(namespace)
+    if hasattr(namespace, "config"):  # add what it has and no flag says
+        for name, value in vars(namespace.parser.read_file(namespace.config)).items():
+            if not hasattr(namespace, name) and not (name == "model" and namespace.model_argument):
+                setattr(namespace, name, value)
     given, models = options_given(namespace, ServerArgs), list(namespace.model_argument)
     namespace.model_argument = models[0] if models else None
     refuse_swallowed_model(namespace, given)
@@ -52,13 +54,6 @@ def run(namespace: Namespace) -> None:
         serve(args, engine_args, _catalog(models, args, engine_args))
     else:
         serve(args, engine_args)
-
-
-def _take_file(namespace: Namespace) -> None:
-    """Add what --config has and no flag says."""
-    for name, value in vars(namespace.parser.read_file(namespace.config)).items():
-        if not hasattr(namespace, name) and not (name == "model" and namespace.model_argument):
-            setattr(namespace, name, value)
 
 
 def _catalog(models: list[str], args: ServerArgs, engine_args: EngineArgs) -> Catalog:

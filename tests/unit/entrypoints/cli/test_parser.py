@@ -168,6 +168,29 @@ def test_a_file_of_flags(serve_parser: Parser, tmp_path: Path) -> None:
     }  # fmt: skip
 
 
+def test_a_file_of_a_scripts_flags(tmp_path: Path) -> None:
+    """Those given beside it go first, wherever they stand, and the file need not have the ones that must be given."""
+    file = tmp_path / "config.yaml"
+    file.write_text("max_tokens: 5\nmodel: a\n")
+    parser = Parser()
+    parser.add_argument("--max-tokens", type=int, default=16)
+    parser.add_argument("--model", default="b")
+    parser.add_argument("--text", required=True)
+    read = parser.parse_args(["--model", "c", "--config", str(file), "--text", "d"])
+    assert vars(read) == {"max_tokens": 5, "model": "c", "text": "d"}
+    parser.add_argument("--config")
+    assert parser.parse_args(["--config", str(file), "--text", "d"]).config == str(file), "the script's own"
+
+
+def test_a_list_of_objects_in_a_file(serve_parser: Parser, tmp_path: Path) -> None:
+    file = tmp_path / "config.yaml"
+    file.write_text("lora-modules:\n- {name: a, path: /a}\n- {name: b, path: /b}\nallowed-origins: [x]\napi-key: []\n")
+    read = vars(serve_parser.read_file(str(file)))
+    assert read["lora_modules"] == ['{"name": "a", "path": "/a"}', '{"name": "b", "path": "/b"}']
+    assert read["allowed_origins"] == ["x"]
+    assert "api_key" not in read
+
+
 @pytest.mark.parametrize(
     ("text", "message"),
     [
