@@ -113,6 +113,7 @@ def run(namespace: Namespace) -> None:
     if not 0 <= shared <= length:
         raise ConfigError(f"--shared-len must be from 0 to --input-len = {length}; it is {shared}.")
     namespace.enable_prefix_caching |= shared > 0
+    vars(namespace).setdefault("max_num_seqs", max(size, 256))
     llm, _ = load(namespace)
     model = native_model(llm)
     before = measure_limits(model)

@@ -66,6 +66,8 @@ def _tell_of_blocks(folder: Path, clear: bool, everything: bool) -> None:
     num_bytes = sum(path.stat().st_size for path in paths if path.exists())
     for path in paths if clear else ():
         remove(path)
+    if clear and (kept := [path for path in paths if path.exists()]):
+        raise ConfigError(f"{len(kept)} of {len(paths)} blocks can't be removed: {kept[0]} is not yours to remove.")
     num_models = len({path.parent.parent for path in paths})
     models = f"{num_models} {'model' if num_models == 1 else 'models'}"
     print(f"{'removed ' if clear else ''}{human_bytes(num_bytes)} in {len(paths)} blocks of {models}")
@@ -80,7 +82,5 @@ def _show(files: list[StoredWeights]) -> None:
 
 
 def _age(seconds: float) -> str:
-    for unit, length in _UNITS:
-        if (count := int(seconds // length)) >= 1:
-            return f"{count} {unit}{'s' if count > 1 else ''} ago"
-    return "just now"
+    counts = ((int(seconds // length), unit) for unit, length in _UNITS)
+    return next((f"{count} {unit}{'s' if count > 1 else ''} ago" for count, unit in counts if count > 0), "just now")

@@ -3,6 +3,7 @@
 Knows the flags alone; `quire.entrypoints.cli.quantize_model` does the work, and brings torch.
 """
 
+import signal
 from argparse import ArgumentParser, Namespace
 from typing import Literal
 
@@ -52,4 +53,5 @@ def run(namespace: Namespace) -> None:
         raise ConfigError(f"--damp is a part of the diagonal's mean, between 0 and 1; got {namespace.damp}.")
     from quire.entrypoints.cli.quantize_model import quantize_checkpoint  # with torch: --help is quick without
 
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # what is half written goes, as at a Ctrl-C
     print(quantize_checkpoint(namespace, out))

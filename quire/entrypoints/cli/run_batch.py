@@ -64,9 +64,8 @@ def run(namespace: Namespace) -> None:
         template = read_chat_template(args.chat_template)
         state = load(dataclasses.replace(args, chat_template=template, log_level="warning"), engine_args)
         try:
-            batch = Batch(state)
             window = _LINES_PER_SEQUENCE * engine_args.max_num_seqs
-            num_good, num_bad = asyncio.run(answer_all(batch, source, sink, window, num_requests))
+            num_good, num_bad = asyncio.run(answer_all(Batch(state), source, sink, window, num_requests))
         finally:
             state.shutdown()
     told = f"{num_good + sum(done)} requests answered, {num_bad + len(done) - sum(done)} refused or failed."
@@ -274,8 +273,10 @@ def _open_output(name: str) -> Iterator[BinaryIO]:
     part = Path(f"{name}.part")
     try:
         file = part.open("r+b" if part.exists() else "w+b")
+        os.lockf(file.fileno(), os.F_TLOCK, 0)
     except OSError as error:
-        raise ConfigError(f"--output-file {name}: {error.strerror}.") from None
+        why = "another run writes it" if isinstance(error, BlockingIOError) else error.strerror
+        raise ConfigError(f"--output-file {name}: {why}.") from None
     try:
         with file:
             yield file

@@ -6,6 +6,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 
@@ -107,7 +108,9 @@ def test_it_needs_no_torch(folder: Path) -> None:
     subprocess.run([sys.executable, "-c", code], check=True, capture_output=True)
 
 
-def test_prefixes_on_the_disk_are_counted_and_cleared(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_prefixes_on_the_disk_are_counted_and_cleared(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     for model, block in (("a" * 32, "12" * 32), ("b" * 32, "12" * 32), ("b" * 32, "34" * 32)):
         path = tmp_path / model / block[:2] / f"{block}.0.kv"
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -117,6 +120,11 @@ def test_prefixes_on_the_disk_are_counted_and_cleared(tmp_path: Path, capsys: py
     assert "3.0 MiB in 3 blocks of 2 models" in capsys.readouterr().out
     assert main(["cache", "clear", "--kv-cache-dir", str(tmp_path)]) != 0
     assert "give --all" in capsys.readouterr().err
+    with monkeypatch.context() as closed:
+        closed.setattr("pathlib.Path.unlink", Mock(side_effect=PermissionError))
+        assert main(["cache", "clear", "--all", "--kv-cache-dir", str(tmp_path)]) != 0
+    shown = capsys.readouterr()
+    assert (shown.out, "3 of 3 blocks can't be removed" in shown.err) == ("", True)
     main(["cache", "clear", "--all", "--kv-cache-dir", str(tmp_path)])
     assert "removed 3.0 MiB in 3 blocks" in capsys.readouterr().out
     assert [path.name for path in tmp_path.rglob("*") if path.is_file()] == ["mine.kv"]

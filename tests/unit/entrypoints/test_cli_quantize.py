@@ -4,6 +4,7 @@ import json
 import math
 import resource
 import shutil
+import signal
 from pathlib import Path
 from typing import Any
 
@@ -412,3 +413,13 @@ def test_a_disk_that_is_full_in_the_end(small: Path, tmp_path: Path, capsys: pyt
         resource.setrlimit(resource.RLIMIT_FSIZE, limits)
     assert f"error: {tmp_path / 'out'} can't be written: Error while serializing: I/O error: File too large" in told
     assert [*tmp_path.iterdir()] == []
+
+
+def test_a_signal_leaves_nothing_half_written(small: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(quantize_model, "_check_room", lambda *_: signal.raise_signal(signal.SIGTERM))
+    handler = signal.getsignal(signal.SIGTERM)
+    try:
+        assert main(["quantize", str(small), str(tmp_path / "out"), "--method", "int4"]) == 130
+    finally:
+        signal.signal(signal.SIGTERM, handler)
+    assert not list(tmp_path.iterdir())

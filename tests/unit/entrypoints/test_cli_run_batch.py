@@ -5,6 +5,8 @@ import errno
 import io
 import json
 import os
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -174,6 +176,17 @@ def test_the_output_has_its_name_when_it_is_complete(tmp_path: Path, capsys: pyt
     write(b"whole", None)
     assert path.read_text() == "whole"
     assert [p.name for p in tmp_path.iterdir()] == ["out"]
+
+
+def test_two_runs_do_not_write_one_file(tmp_path: Path) -> None:
+    code = "import sys; from quire.entrypoints.cli import run_batch; run_batch._open_output(sys.argv[1]).__enter__()"
+    with run_batch._open_output(str(tmp_path / "out")) as sink:
+        sink.write(b"one")
+        other = subprocess.run(
+            [sys.executable, "-c", code, tmp_path / "out"], capture_output=True, text=True, check=False
+        )
+        assert other.stderr.endswith(f"ConfigError: --output-file {tmp_path / 'out'}: another run writes it.\n")
+    assert (tmp_path / "out").read_bytes() == b"one"
 
 
 def test_nothing_is_left_where_nothing_was_answered(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
