@@ -26,7 +26,9 @@ class LoRARequest:
     lora_path: str
     base_model_name: str | None = None
     load_inplace: bool = field(default=False, kw_only=True)
-    name, path, adapter_id = (property(lambda one, of=of: vars(one)[f"lora_{of}"]) for of in ("name", "path", "int_id"))
+    name = property(lambda self: self.lora_name)
+    path = property(lambda self: self.lora_path)
+    adapter_id = property(lambda self: self.lora_int_id)
 
     def __post_init__(self) -> None:
         _check(self, "lora_request")

@@ -23,7 +23,6 @@ def shape(config: ModelConfig) -> LlamaShape:
             f"model {config.model!r} has layers of state spaces, or experts (layer_types, num_local_experts): of this "
             "architecture only models of attention and plain MLPs are supported."
         )
-    rotates = config.hf_config.get("position_embedding_type") == "rope"
     inner = replace(config, intermediate_size=count(config, "shared_intermediate_size", 1024))
-    rotated = (rotates,) * config.num_layers
+    rotated = (config.hf_config.get("position_embedding_type") == "rope",) * config.num_layers
     return replace(granite_shape(config), feed_forward=gated_mlp(inner, fused=True), rotated=rotated, form=FORMAT)
