@@ -21,7 +21,7 @@ from quire.distributed.groups import HEAD_BYTES, Group, GroupAbortedError
 from quire.utils.host_memory import make_memory
 
 _SECONDS = timedelta(seconds=120)  # for all to come
-_OWN_BYTES = 2**30  # of a buffer, for any step; memory that is not touched costs nothing
+_OWN_BYTES = 2**32  # of a buffer, for any step; memory that is not touched costs nothing
 T = TypeVar("T")
 
 

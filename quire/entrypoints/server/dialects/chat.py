@@ -188,12 +188,8 @@ def token_logprobs(
     """Those of a delta's tokens, with the likeliest in the place of each; -1: all that there are."""
 
     def named(token_id: int, entry: Logprob) -> responses.TopLogprob:
-        text = entry.decoded_token
-        # A replacement character stands for bytes that are no text by themselves.
-        given = None if text is None or "\ufffd" in text else list(text.encode())
-        if given is None and tokenizer is not None:
-            given = tokenizer.bytes_of(token_id)
-        return responses.TopLogprob(token_name(token_id, text, as_ids), bounded(entry.logprob), given)
+        given, name = token_bytes(token_id, entry, tokenizer), token_name(token_id, entry.decoded_token, as_ids)
+        return responses.TopLogprob(name, bounded(entry.logprob), given)
 
     content: list[responses.TokenLogprob] = []
     for token_id, entry in zip(delta.token_ids, delta.logprobs, strict=True):
@@ -202,6 +198,13 @@ def token_logprobs(
         chosen, top = named(token_id, entry[token_id]), [named(*each) for each in likeliest]
         content.append(responses.TokenLogprob(chosen.token, chosen.logprob, chosen.bytes, top))
     return content
+
+
+def token_bytes(token_id: int, entry: Logprob, tokenizer: Tokenizer | None) -> list[int] | None:
+    """A token's own bytes: in its text a replacement character stands for some that are no text by themselves."""
+    if (text := entry.decoded_token) is not None and "\ufffd" not in text:
+        return list(text.encode())
+    return None if tokenizer is None else tokenizer.bytes_of(token_id)
 
 
 def _delta_of(events: Sequence[ContentEvent], thoughts: bool) -> responses.ChatDelta:

@@ -9,6 +9,7 @@ from typing import Any
 import msgspec
 from msgspec import UNSET
 
+from quire.entrypoints.server.dialects.chat import token_bytes
 from quire.entrypoints.server.dialects.completions import read_other_completion
 from quire.entrypoints.server.dialects.through_chat import renamed, within_context
 from quire.entrypoints.server.errors import ErrorInfo
@@ -44,7 +45,7 @@ async def read_llama(state: ServerState, body: LlamaCompletionRequest, request_i
         turn, writer = await within_context(
             lambda limit: read_other_completion(state, fields, limit, request_id), limit, "max_tokens"
         )
-    return turn, LlamaWriter(body, state.check_model(body.model), writer.turn, turn)
+    return turn, LlamaWriter(state, body, writer.turn, turn)
 
 
 async def tokens_of(state: ServerState, prompt: str | list[int | str]) -> list[int]:
@@ -60,9 +61,9 @@ async def tokens_of(state: ServerState, prompt: str | list[int | str]) -> list[i
 class LlamaWriter(EventWriter):
     """Writes one request's answer, of one prompt or several. See `EventWriter`."""
 
-    def __init__(self, body: LlamaCompletionRequest, model: str, turn: Turn, request: TurnRequest) -> None:
-        self.turn = turn
-        self._body, self._model, self._request = body, model, request
+    def __init__(self, state: ServerState, body: LlamaCompletionRequest, turn: Turn, request: TurnRequest) -> None:
+        self.turn, self._tokenizer = turn, state.llm.tokenizer
+        self._body, self._model, self._request = body, state.check_model(body.model), request
         self._answers: list[dict[str, Any]] = [
             {"index": place, "content": "", "tokens": []} for place in range(len(request.prompts))
         ]
@@ -74,15 +75,13 @@ class LlamaWriter(EventWriter):
         answer["content"] += text
         tokens = delta.token_ids if self._body.return_tokens else []
         answer["tokens"] += tokens
-        counts = {
-            "tokens_predicted": self._num_tokens[delta.place],
-            "tokens_evaluated": len(delta.output.prompt_token_ids),
-        }
+        evaluated = len(delta.output.prompt_token_ids)
+        counts = {"tokens_predicted": self._num_tokens[delta.place], "tokens_evaluated": evaluated}
         piece = {"index": delta.place, "content": text, "tokens": tokens, "stop": False, "id_slot": -1, **counts}
-        if num_top := self._body.n_probs:
+        if self._body.n_probs:
             pairs = zip(delta.token_ids, delta.logprobs, strict=True)
-            piece["completion_probabilities"] = [_probabilities(token, entry or {}, num_top) for token, entry in pairs]
-            answer.setdefault("completion_probabilities", []).extend(piece["completion_probabilities"])
+            piece["completion_probabilities"] = odds = [self._odds(token, entry or {}) for token, entry in pairs]
+            answer.setdefault("completion_probabilities", []).extend(odds)
         if delta.finish is None:
             return [piece]
         end = counts | self._end(delta)
@@ -117,13 +116,12 @@ class LlamaWriter(EventWriter):
         timings = timings_of(self.turn)
         return told if timings is UNSET else told | {"timings": timings}
 
+    def _odds(self, token_id: int, entry: dict[int, Logprob]) -> dict[str, Any]:
+        """A token and the likeliest ones in its place."""
 
-def _probabilities(token_id: int, entry: dict[int, Logprob], num_top: int) -> dict[str, Any]:
-    """A token and so many of the likeliest ones in its place."""
+        def shown(one: int) -> dict[str, Any]:
+            text, given = entry[one].decoded_token or "", token_bytes(one, entry[one], self._tokenizer)
+            return {"id": one, "token": text, "bytes": given, "logprob": bounded(entry[one].logprob)}
 
-    def shown(one: int) -> dict[str, Any]:
-        text = entry[one].decoded_token or ""
-        return {"id": one, "token": text, "bytes": list(text.encode()), "logprob": bounded(entry[one].logprob)}
-
-    likeliest = sorted(entry, key=lambda one: -entry[one].logprob)[:num_top]
-    return shown(token_id) | {"top_logprobs": [shown(one) for one in likeliest]}
+        likeliest = sorted(entry, key=lambda one: -entry[one].logprob)[: self._body.n_probs]
+        return shown(token_id) | {"top_logprobs": [shown(one) for one in likeliest]}

@@ -81,7 +81,11 @@ def test_probabilities(client: TestClient) -> None:
         ranked = [other["logprob"] for other in one["top_logprobs"]]
         assert ranked == sorted(ranked, reverse=True)
         assert ranked[0] > one["logprob"]
-    assert bytes(whole[0]["bytes"]).decode() == whole[0]["token"]
+    assert all(bytes(one["bytes"]).decode(errors="replace") == one["token"] for one in whole)
+    longer = post(client, n_predict=40, n_probs=1)
+    told = bytes(byte for one in longer["completion_probabilities"] for byte in one["bytes"])
+    assert told.decode().startswith(longer["content"])  # where characters are of several tokens, too
+    assert any("\ufffd" in one["token"] for one in longer["completion_probabilities"])
     pieces = stream(client, n_predict=4, n_probs=2)
     assert [one for piece in pieces[:-1] for one in piece["completion_probabilities"]] == whole
 
