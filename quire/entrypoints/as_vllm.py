@@ -20,7 +20,6 @@ from quire.config import engine_args
 from quire.engine import async_llm, llm_engine
 from quire.entrypoints import not_yet
 from quire.entrypoints.cli.flags import add_option_flags
-from quire.entrypoints.server.metrics import figures_of
 from quire.entrypoints.vllm_names import lacking
 from quire.errors import EngineDeadError
 from quire.protocol.stats import EngineStats
@@ -196,6 +195,8 @@ class Metrics(list[Metric]):
     """Figures under the names of /metrics, one by one; as attributes those of `EngineStats`, under its own."""
 
     def __init__(self, stats: EngineStats, model_name: str) -> None:
+        from quire.entrypoints.server.metrics import figures_of  # for few
+
         self.stats, labels = stats, {"model_name": model_name, "engine": "0"}
         for kind in (Gauge, Counter):
             self += [kind(name, labels, value) for name, _, value in figures_of(stats, kind is Counter)]
