@@ -20,7 +20,8 @@ class Sandbox(ImmutableSandboxedEnvironment):
 
     def __init__(self) -> None:
         super().__init__(trim_blocks=True, lstrip_blocks=True, extensions=[_GenerationTag, jinja2.ext.loopcontrols])
-        self.globals |= {"raise_exception": _raise_exception, "strftime_now": _strftime_now}
+        self.globals["raise_exception"] = _raise_exception
+        self.globals["strftime_now"] = lambda format: datetime.now().strftime(format)
         del self.globals["lipsum"]
         self.filters["tojson"] = _tojson
 
@@ -41,10 +42,6 @@ class _GenerationTag(jinja2.ext.Extension):
 
 def _raise_exception(message: Any) -> None:
     raise jinja2.TemplateError(str(message))
-
-
-def _strftime_now(format: str) -> str:
-    return datetime.now().strftime(format)
 
 
 def _tojson(

@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 import torch
 from safetensors import SafetensorError
-from torch import Tensor, nn
+from torch import Tensor
 from tqdm import tqdm
 
 from quire.config.model import ModelConfig
@@ -179,10 +179,6 @@ def _quantize(layer: Layer, scheme: Scheme, inputs: dict[str, Inputs]) -> dict[s
             codes[name] = quantize(matrix, scheme, inputs[path].hessian)
             matrix.copy_(codes[name].expand())
         if scheme.method == "fp8":  # whose activations are rounded, too
-            part.module.register_forward_pre_hook(_round_input)
+            part.module.register_forward_pre_hook(lambda _, x: (to_fp8(x[0], torch.float32).expand(), *x[1:]))
     layer.fill(layer.weights)
     return codes
-
-
-def _round_input(_: nn.Module, given: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-    return to_fp8(given[0], torch.float32).expand(), *given[1:]

@@ -27,9 +27,8 @@ if TYPE_CHECKING:
     from quire.entrypoints.server.state import ServerState
 
 _SERVER_OPTIONS = {"served_model_name", "chat_template", "trust_request_chat_template", "response_role", "engine"}
-_SERVER_OPTIONS |= {"return_tokens_as_token_ids", "step_timeout", "tool_call_parser", "max_body_bytes"}
-_SERVER_OPTIONS |= {"enable_auto_tool_choice", "reasoning_parser", "default_chat_template_kwargs"}
-_SERVER_OPTIONS |= {"enable_prompt_tokens_details"}
+_SERVER_OPTIONS |= {"return_tokens_as_token_ids", "tool_call_parser", "max_body_bytes", "enable_prompt_tokens_details"}
+_SERVER_OPTIONS |= {"enable_auto_tool_choice", "reasoning_parser", "default_chat_template_kwargs", "step_timeout"}
 _LINES_PER_SEQUENCE = 4  # requests at once, in terms of max_num_seqs: a slow first one must not leave the engine idle
 
 
@@ -273,10 +272,14 @@ def _open_output(name: str) -> Iterator[BinaryIO]:
     part = Path(f"{name}.part")
     try:
         file = part.open("r+b" if part.exists() else "w+b")
-        os.lockf(file.fileno(), os.F_TLOCK, 0)
     except OSError as error:
-        why = "another run writes it" if isinstance(error, BlockingIOError) else error.strerror
-        raise ConfigError(f"--output-file {name}: {why}.") from None
+        raise ConfigError(f"--output-file {name}: {error.strerror}.") from None
+    try:
+        os.lockf(file.fileno(), os.F_TLOCK, 0)
+    except BlockingIOError:
+        raise ConfigError(f"--output-file {name}: another run writes it.") from None
+    except OSError:
+        pass  # a file system without locks
     try:
         with file:
             yield file

@@ -189,6 +189,16 @@ def test_two_runs_do_not_write_one_file(tmp_path: Path) -> None:
     assert (tmp_path / "out").read_bytes() == b"one"
 
 
+def test_a_file_system_may_have_no_locks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def lockf(*given: object) -> None:
+        raise OSError(errno.ENOSYS, os.strerror(errno.ENOSYS))
+
+    monkeypatch.setattr(os, "lockf", lockf)
+    with run_batch._open_output(str(tmp_path / "out")) as sink:
+        sink.write(b"one")
+    assert (tmp_path / "out").read_bytes() == b"one"
+
+
 def test_nothing_is_left_where_nothing_was_answered(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "in").write_text("{}\n")
     flags = ["-i", str(tmp_path / "in"), "-o", str(tmp_path / "out"), "--engine", "thread"]
