@@ -404,8 +404,8 @@ def _check_sizes(config: dict[str, Any], file: GGUFFile, model: str) -> None:
 def _add_rope(config: dict[str, Any], file: GGUFFile, arch: str) -> None:
     """The scaling of positions: by a kind and a factor, or by tables of factors, as Llama 3.1's and Phi-3's is."""
     get = {key.removeprefix(f"{arch}.rope."): value for key, value in file.metadata.items()}.get
-    rotated, head_dim = get("dimension_count"), config.get("head_dim")
-    if type(rotated) is int and type(head_dim) is int and 0 < rotated < head_dim:
+    rotated, head_dim = get("dimension_count", config.get("head_dim")), config.get("head_dim")
+    if type(rotated) is int and type(head_dim) is int and 0 < rotated <= head_dim:  # of all, too: GLM's default is half
         config["partial_rotary_factor"] = rotated / head_dim
     if table := file.tensors.get("rope_freqs.weight"):
         if type(head_dim) is int and table.shape != (size := (rotated or head_dim) // 2,):

@@ -457,7 +457,7 @@ def test_methods_that_are_not_there_yet_say_so(llm: LLM, name: str) -> None:
         llm.xyzzy  # noqa: B018
 
 
-@pytest.mark.parametrize("option", ["num_kv_blocks", "block_size"])
-def test_a_cache_that_no_memory_holds(option: str) -> None:
+@pytest.mark.parametrize("options", [{"num_kv_blocks": 2**62}, {"num_kv_blocks": 2**48, "block_size": 2**14}])
+def test_a_cache_that_no_memory_holds(options: dict[str, int]) -> None:
     with pytest.raises(ConfigError, match="there is no memory for a KV cache"):
-        LLM("demo", skip_tokenizer_init=True, **{"num_kv_blocks": 8} | {option: 2**62})
+        LLM("demo", skip_tokenizer_init=True, **options)
