@@ -1,10 +1,11 @@
 """Llama (arXiv:2302.13971): RMSNorm, rotary positions, grouped query attention, gated MLP.
 
-Mistral (arXiv:2310.06825), whose windows `ModelConfig` has resolved; Phi-3 (arXiv:2404.14219), whose checkpoints merge
-matrices; Qwen2 (arXiv:2407.10671), with biases on queries, keys and values; Qwen3 (arXiv:2505.09388), with a norm on
-each head of queries and keys; Seed-OSS; SmolLM3, with layers that don't rotate; Granite, with factors on what is added;
-OLMo 2 and 3 (arXiv:2501.00656), with norms after each block and of whole queries and keys; EXAONE 4, of both sorts; and
-ERNIE 4.5, of whose features neighbours rotate together, are this with a few switches, which are set here. Other
+Mistral (arXiv:2310.06825), whose windows `ModelConfig` has resolved, and Ministral 3, whose queries have a table of
+rotations of their own (`quire.layers.rotary`); Phi-3 (arXiv:2404.14219), whose checkpoints merge matrices; Qwen2
+(arXiv:2407.10671), with biases on queries, keys and values; Qwen3 (arXiv:2505.09388), with a norm on each head of
+queries and keys; Seed-OSS; SmolLM3, with layers that don't rotate; Granite, with factors on what is added; OLMo 2 and 3
+(arXiv:2501.00656), with norms after each block and of whole queries and keys; EXAONE 4, of both sorts; and ERNIE 4.5
+and Helium, of whose features neighbours rotate together, are this with a few switches, which are set here. Other
 families set theirs in files of their own, and `build_llama` builds them all.
 """
 
@@ -80,7 +81,7 @@ def llama_shape(config: ModelConfig) -> LlamaShape:
 
 
 def mistral_shape(config: ModelConfig) -> LlamaShape:
-    """MistralForCausalLM."""
+    """MistralForCausalLM, and Ministral3ForCausalLM."""
     return LlamaShape()
 
 
@@ -130,7 +131,7 @@ def olmo_shape(config: ModelConfig) -> LlamaShape:
 
 
 def ernie_shape(config: ModelConfig) -> LlamaShape:
-    """Ernie4_5ForCausalLM."""
+    """Ernie4_5ForCausalLM, and HeliumForCausalLM, which has no biases."""
     bias = bool(config.hf_config.get("use_bias", False))
     return LlamaShape(bias, bias, interleaved=True, feed_forward=gated_mlp(config, bias))
 
