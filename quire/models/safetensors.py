@@ -6,6 +6,7 @@ other is checked here, so that a truncated, missing or lying one is an error wit
 
 import math
 from collections.abc import Collection, Iterator
+from itertools import accumulate, groupby
 from pathlib import Path
 
 from safetensors import SafetensorError, safe_open
@@ -139,16 +140,9 @@ def _read_index(directory: Path, model: str) -> dict[str, str] | None:
 
 def _windows(specs: list[TensorSpec]) -> Iterator[list[TensorSpec]]:
     """Cut a file's tensors, in order, into runs of about _WINDOW_BYTES."""
-    window: list[TensorSpec] = []
-    window_bytes = 0
-    for spec in specs:
-        window.append(spec)
-        window_bytes += spec.num_bytes
-        if window_bytes >= _WINDOW_BYTES:
-            yield window
-            window, window_bytes = [], 0
-    if window:
-        yield window
+    starts = accumulate((spec.num_bytes for spec in specs), initial=0)
+    for _, window in groupby(zip(starts, specs, strict=False), key=lambda pair: pair[0] // _WINDOW_BYTES):
+        yield [spec for _, spec in window]
 
 
 def first_names(names: list[str]) -> str:

@@ -9,6 +9,7 @@ from collections.abc import AsyncGenerator, Awaitable, Callable, Iterable, Mappi
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, field
 from functools import partial
+from itertools import accumulate, groupby
 from typing import Any, Generic, Protocol, TypeVar
 
 import msgspec
@@ -278,16 +279,9 @@ def _whole(writer: Writer, outputs: dict[int, RequestOutput]) -> list[bytes]:
 
 def _joined(pieces: list[bytes]) -> list[bytes]:
     """Small pieces together, large ones by themselves."""
-    parts: list[bytes] = []
-    waiting: list[bytes] = []
-    size = 0
-    for piece in pieces:
-        waiting.append(piece)
-        size += len(piece)
-        if size >= _PART:
-            parts.append(b"".join(waiting))
-            waiting, size = [], 0
-    return [*parts, b"".join(waiting)] if waiting else parts
+    starts = accumulate(map(len, pieces), initial=0)
+    parts = groupby(zip(starts, pieces, strict=False), key=lambda pair: pair[0] // _PART)
+    return [b"".join(piece for _, piece in part) for _, part in parts]
 
 
 def _size(outputs: Iterable[RequestOutput], params: SamplingParams) -> int:
