@@ -144,7 +144,9 @@ class ProgramBuilder:
         """
         if isinstance(writes, int):
             writes = Value(self, writes, self.type if type is None else type)
-        return self._record(Step(op, c_struct(op)(**told), reads, writes, needs_step, after))
+        assert not any(value.fused for value in reads), _FUSED
+        self._steps.append(Step(op, c_struct(op)(**told), reads, writes, needs_step, after))
+        return writes
 
     def add(self, x: Value, y: Value) -> Value:
         """The sum of two activations; `x` is best the product that was just recorded."""
@@ -242,11 +244,6 @@ class ProgramBuilder:
             raise ValueError("an output must be computed, and be there once")
         assert not any(value.fused for value in outputs), "an output was fused into another value; keep() it"
         return Program(_plan(self._steps, self._inputs, outputs, apart), self.target, self._held, self.check)
-
-    def _record(self, step: Step) -> Value:
-        assert not any(value.fused for value in step.reads), _FUSED
-        self._steps.append(step)
-        return step.writes
 
 
 def _values(step: Step) -> list[Value]:
