@@ -32,14 +32,11 @@ def quantized_linear(
     out = x.new_empty(x.shape[0], weight.shape[0], dtype=out_dtype)
     for low in range(0, weight.shape[0], _ROWS_AT_ONCE):
         rows = slice(low, low + _ROWS_AT_ONCE)
-        if zeros is not None:
-            dense = expand(weight[rows], scales[rows], zeros[rows], x.shape[1])
-            out[:, rows] = linear(x, dense.to(x.dtype))
-        elif weight.dtype == torch.uint8:
-            dense = expand(weight[rows], scales[rows], None, x.shape[1])
-            out[:, rows] = linear(x, dense.to(torch.bfloat16).to(x.dtype))
-        else:  # eight bits are exact in bf16
+        if zeros is None and weight.dtype != torch.uint8:  # eight bits are exact in bf16
             out[:, rows] = linear(x, weight[rows].to(x.dtype)).float() * scales[rows].t()
+            continue
+        dense = expand(weight[rows], scales[rows], None if zeros is None else zeros[rows], x.shape[1])
+        out[:, rows] = linear(x, dense.to(torch.bfloat16 if zeros is None else x.dtype).to(x.dtype))
     return out if bias is None else out.add_(bias)
 
 
