@@ -6,7 +6,7 @@ as for an answer.
 """
 
 import asyncio
-from typing import Any
+from typing import Any, TypeVar
 
 import msgspec
 from fastapi import APIRouter, Request, Response
@@ -25,13 +25,14 @@ from quire.entrypoints.server.event_service import EventService
 from quire.entrypoints.server.messages_request import ConversationRequest, MessagesRequest
 from quire.entrypoints.server.middleware import identify, outlet_of
 from quire.entrypoints.server.responses import encode
-from quire.entrypoints.server.service import TurnRequest, TurnService
+from quire.entrypoints.server.service import Read, TurnService
 from quire.entrypoints.server.sse import CONTENT_TYPES, respond
-from quire.entrypoints.server.state import ServerState, get_state
+from quire.entrypoints.server.state import get_state
 from quire.entrypoints.server.unknown_fields import warn_client
 from quire.inputs import PreparedPrompt
 
 router = APIRouter(route_class=JsonRoute)
+_Body = TypeVar("_Body", ChatCompletionRequest, CompletionRequest)
 
 
 @router.post("/v1/completions", tags=["completions"], responses=CONTENT_TYPES)
@@ -106,20 +107,18 @@ async def count_tokens(body: ConversationRequest, request: Request) -> TokenCoun
 @router.post("/v1/completions/render", tags=["completions"], response_model=list[Rendered])
 async def render_completion(body: CompletionRequest, request: Request) -> Response:
     """The prompts of a completion request, with the sampling parameters that it would get."""
-    state = get_state(request)
-    turn, _ = await read_completion(state, body, identify(request.scope).decode("latin-1"))
-    return await _rendered(state, turn, body)
+    return await _rendered(read_completion, body, request)
 
 
 @router.post("/v1/chat/completions/render", tags=["chat"], response_model=Rendered)
 async def render_chat(body: ChatCompletionRequest, request: Request) -> Response:
     """The prompt of a chat request, with the sampling parameters that it would get."""
+    return await _rendered(read_chat, body, request)
+
+
+async def _rendered(read: Read[_Body, Any], body: _Body, request: Request) -> Response:
     state = get_state(request)
-    turn, _ = await read_chat(state, body, identify(request.scope).decode("latin-1"))
-    return await _rendered(state, turn, body)
-
-
-async def _rendered(state: ServerState, turn: TurnRequest, body: ChatCompletionRequest | CompletionRequest) -> Response:
+    turn, _ = await read(state, body, identify(request.scope).decode("latin-1"))
     model = state.check_model(body.model)
 
     def shown(prompt: PreparedPrompt) -> dict[str, Any]:
