@@ -66,25 +66,18 @@ def route(scores: Tensor, top_k: int, renormalize: bool) -> tuple[Tensor, Tensor
 @op
 def mix(x: Tensor, weights: Tensor, chosen: Tensor, experts: Experts) -> Tensor:
     """``sum of weight * expert(x)``: [T, H], [T, k], [T, k] -> float32 [T, H], in the order of the experts' numbers."""
-    order = chosen.flatten().argsort(stable=True)
-    counts = torch.bincount(chosen.flatten(), minlength=experts.count).tolist()
-    total = torch.zeros_like(x, dtype=torch.float32)
-    for slots, answers in zip(order.split(counts), _answers(x, chosen, experts).split(counts), strict=True):
-        total.index_add_(0, slots // chosen.shape[1], answers.float().mul_(weights.flatten()[slots, None]))
-    return total
-
-
-def _answers(x: Tensor, chosen: Tensor, experts: Experts) -> Tensor:
-    """What each token's experts answer, [T * k, H], sorted by expert and then by token."""
     by_expert, order = chosen.flatten().sort(stable=True)
+    counts = torch.bincount(by_expert, minlength=experts.count).tolist()
     answers = x.new_empty(len(order), x.shape[1])
-    starts = torch.searchsorted(by_expert, torch.arange(experts.count + 1, device=x.device)).tolist()
-    for i, run in experts.runs.items():
-        if (own := slice(*starts[i : i + 2])).start < own.stop:
-            answers[own] = run(x[order[own] // chosen.shape[1]])
-    if (owners := experts.owners) is None:
-        return answers
-    return owners.group.gather_rows(answers, by_expert, owners.starts)
+    for i, (slots, own) in enumerate(zip(order.split(counts), answers.split(counts), strict=True)):
+        if i in experts.runs and len(slots):
+            own.copy_(experts.runs[i](x[slots // chosen.shape[1]]))
+    if (owners := experts.owners) is not None:
+        answers = owners.group.gather_rows(answers, by_expert, owners.starts)
+    total = torch.zeros_like(x, dtype=torch.float32)
+    for slots, own in zip(order.split(counts), answers.split(counts), strict=True):
+        total.index_add_(0, slots // chosen.shape[1], own.float().mul_(weights.flatten()[slots, None]))
+    return total
 
 
 @op
