@@ -249,6 +249,6 @@ class BlockFiles:
             logger.warning("kv_cache_dir: blocks can't all be kept on the disk (%s); serving goes on", error.strerror)
 
 
-def block_paths(folder: Path, model: str = "*") -> Iterator[Path]:
-    """The block files in a folder, of all models or of one's own folder there; other files are none of ours."""
-    return (path for path in folder.glob(f"{model}/*/*.kv") if _PLACE.search(path.as_posix()))
+def block_paths(folder: Path) -> Iterator[Path]:
+    """The block files in a folder, of all models; other files are none of ours."""
+    return (path for path in folder.glob("*/*/*.kv") if _PLACE.search(path.as_posix()))

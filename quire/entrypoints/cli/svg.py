@@ -45,7 +45,7 @@ def axis(box: Box, span: float, title: str) -> Iterator[str]:
         yield text(place, y + height + 18, f"{number:g}", "middle")
 
 
-def curve(points: Sequence[tuple[float, float]], name: str, width: float = 2, style: str = "") -> str:
+def curve(points: Sequence[tuple[float, float]], name: str, style: str = "") -> str:
     """A line through points, of the CSS class `name`."""
     path = "L".join(f"{x:.1f} {y:.1f}" for x, y in points)
-    return f'<path class="{name}" stroke-width="{width:g}" {style} d="M{path}"/>'
+    return f'<path class="{name}" stroke-width="2" {style} d="M{path}"/>'

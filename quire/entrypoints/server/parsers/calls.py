@@ -80,7 +80,7 @@ def _json_call(read: Reader, known: bool, inner: bool = False) -> Script[None]:
         key = yield from read.json_value()
         yield from read.literal(":", spaced=True)
         yield from read.space()
-        if key == "function" and not (inner or begun) and (yield from read.peek(1)) == "{":
+        if key == "function" and not (inner or begun) and (yield from read.peek()) == "{":
             yield from _json_call(read, known, inner=True)
             begun, name = True, ""
         elif key in NAME_KEYS and name is None:

@@ -39,7 +39,7 @@ def _value(read: Reader, depth: int) -> Script[Any]:
         raise WrongCallError
     if quote := (yield from read.one_of(*_QUOTES, spaced=True)):
         return (yield from read.until(quote))[0]
-    if (yield from read.peek(1)) == '"':
+    if (yield from read.peek()) == '"':
         return (yield from read.json_value())
     if (yield from read.one_of("{")):
         found: dict[str, Any] = {}
@@ -59,7 +59,7 @@ def _value(read: Reader, depth: int) -> Script[Any]:
 def _bare(read: Reader) -> Script[Any]:
     """A number or a name; text without marks is text."""
     text = ""
-    while (yield from read.peek(1)) not in (",", "}", "]", ""):
+    while (yield from read.peek()) not in (",", "}", "]", ""):
         text += yield from read.character()
         if len(text) > MAX_NAME:
             raise WrongCallError

@@ -15,9 +15,9 @@ _TO = "to=functions."
 
 def script(read: Reader) -> Script[None]:
     """Messages, one after another: each has a header, as `<|channel|>final`, and then its text."""
-    if (yield from read.peek(1)) not in ("<", " "):  # no header at all
+    if (yield from read.peek()) not in ("<", " "):  # no header at all
         return
-    while (yield from read.peek(1)):
+    while (yield from read.peek()):
         header, mark = "", ""
         with read.attempt((yield from read.one_of(START, CHANNEL))):
             header, mark = yield from read.until(MESSAGE, *_ENDS, most=4 * MAX_NAME)
@@ -30,7 +30,7 @@ def script(read: Reader) -> Script[None]:
             return
         thinks = "analysis" in header and _TO not in header
         yield from read.text(*_ENDS, START, kind=ReasoningDelta if thinks else TextDelta)
-        if not thinks and _TO not in header and (yield from read.peek(1)):
+        if not thinks and _TO not in header and (yield from read.peek()):
             read.hold_spaces("\n\n")  # another message follows
         elif thinks:
             read.hold_spaces("")

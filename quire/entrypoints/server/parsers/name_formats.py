@@ -17,7 +17,7 @@ _FENCE = "```"
 def _deepseek_call(read: Reader, _: str) -> Script[None]:
     name, _ = yield from read.until(_SEP, most=MAX_NAME)
     yield from read.space()
-    if fenced := (yield from read.peek(1)) != "{":  # what came first was the kind of tool
+    if fenced := (yield from read.peek()) != "{":  # what came first was the kind of tool
         name, _ = yield from read.until("\n", most=MAX_NAME)
         yield from read.literal(f"{_FENCE}json")
     read.start(name.strip())
@@ -65,7 +65,7 @@ def _mistral_script(read: Reader) -> Script[None]:
     while mark := (yield from read.text(_MISTRAL)):
         with read.attempt(mark):
             yield from read.space()
-            if (yield from read.peek(1)) in ("[", "{"):
+            if (yield from read.peek()) in ("[", "{"):
                 yield from json_calls(read)
             else:
                 yield from _mistral_call(read)

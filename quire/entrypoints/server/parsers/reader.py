@@ -120,15 +120,15 @@ class Reader:
 
     # What a call is made of.
 
-    def peek(self, count: int) -> Script[str]:
-        """The next characters, fewer where the text ends."""
-        while len(self._text) - self._at < count and not self._closed:
+    def peek(self) -> Script[str]:
+        """The next character, none where the text ends."""
+        while self._at >= len(self._text) and not self._closed:
             yield
-        return self._text[self._at : self._at + count]
+        return self._text[self._at : self._at + 1]
 
     def space(self) -> Script[None]:
         """Skip white space."""
-        while (yield from self.peek(1)).isspace():
+        while (yield from self.peek()).isspace():
             self._at += 1
 
     def one_of(self, *choices: str, spaced: bool = False) -> Script[str | None]:
@@ -242,7 +242,7 @@ class Reader:
         Raises:
             WrongCallError: there is none.
         """
-        found = yield from self.peek(1)
+        found = yield from self.peek()
         if not found:
             raise WrongCallError
         self._at += 1
@@ -301,7 +301,7 @@ class Reader:
     def arguments(self) -> Script[None]:
         """Send a JSON object, or one that is written as a JSON string, or null or an empty string for none."""
         yield from self.space()
-        match (yield from self.peek(1)):
+        match (yield from self.peek()):
             case "{":
                 yield from self.json(self.send)
             case '"':
