@@ -42,7 +42,7 @@ async def embed(body: LlamaEmbeddingRequest, request: Request) -> Response:
 @router.post("/apply-template")
 async def apply_template(body: ChatCompletionRequest, request: Request, response: Response) -> dict[str, str]:
     """The prompt that the chat template makes of a conversation."""
-    turn, _ = await read_chat(get_state(request), body, identify(request.scope).decode("latin-1"))
+    turn, _ = await read_chat(get_state(request), body, identify(request.scope))
     warn_client(response, body)
     return {"prompt": turn.prompts[0].text or ""}
 

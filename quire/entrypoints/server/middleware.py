@@ -51,9 +51,9 @@ class Frame:
         if self._state.args.middleware:
             scope.pop(OUTLET, None)  # others want to see all that is sent
         args, status, num_sent, start = self._state.args, 0, 0, time.perf_counter()
-        headers = [(b"x-request-id", identify(scope))] if args.enable_request_id_headers else []
+        headers = [(b"x-request-id", identify(scope).encode("latin-1"))] if args.enable_request_id_headers else []
         if is_anthropic(scope):
-            headers.append((b"request-id", identify(scope)))
+            headers.append((b"request-id", identify(scope).encode("latin-1")))
         counted = path not in _NO_LOAD
 
         async def note_status(message: Message) -> None:
@@ -87,13 +87,13 @@ class Frame:
                 logger.debug("%s %s from %s: %d in %.3f s", scope["method"], shown, client, status, seconds)
 
 
-def identify(scope: Scope) -> bytes:
+def identify(scope: Scope) -> str:
     """The request's id: its own, if short and printable, or a new one, which whoever asks next finds in its place."""
-    given = next((value for name, value in scope["headers"] if name == b"x-request-id"), b"")
-    if 0 < len(given) <= _LONGEST_ID and given.decode("latin-1").isprintable():
+    given = next((value for name, value in scope["headers"] if name == b"x-request-id"), b"").decode("latin-1")
+    if 0 < len(given) <= _LONGEST_ID and given.isprintable():
         return given
-    new = uuid.uuid4().hex.encode()
-    scope["headers"] = [*(h for h in scope["headers"] if h[0] != b"x-request-id"), (b"x-request-id", new)]
+    new = uuid.uuid4().hex
+    scope["headers"] = [*(h for h in scope["headers"] if h[0] != b"x-request-id"), (b"x-request-id", new.encode())]
     return new
 
 

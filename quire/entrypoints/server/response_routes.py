@@ -36,7 +36,7 @@ async def create_response(body: ResponsesRequest, request: Request, service: Ser
 @router.post(f"{PATH}/input_tokens", tags=["responses"])
 async def count_input_tokens(body: ResponsesRequest, request: Request, service: Service) -> dict[str, Any]:
     """The tokens of such an input."""
-    turn, _ = await service.read(body, identify(request.scope).decode("latin-1"), client_of(request.scope))
+    turn, _ = await service.read(body, identify(request.scope), client_of(request.scope))
     return {"object": "response.input_tokens", "input_tokens": len(turn.prompts[0].token_ids)}
 
 

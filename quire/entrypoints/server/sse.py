@@ -42,7 +42,7 @@ class Service(Protocol[_Body]):
 
 async def respond(request: Request, service: Service[_Body], body: _Body, media_type: str = _EVENTS) -> Response:
     """The response to a request, of the kind that its body asks for. `media_type`: of a stream."""
-    request_id, client = identify(request.scope).decode("latin-1"), client_of(request.scope)
+    request_id, client = identify(request.scope), client_of(request.scope)
     if body.stream:
         return EventStream(service.stream(body, request_id, client), media_type, body)
     answer = await while_connected(request.receive, service.create(body, request_id, client))

@@ -100,7 +100,7 @@ class Rendered(BaseModel):
 @router.post("/v1/messages/count_tokens", tags=["messages"])
 async def count_tokens(body: ConversationRequest, request: Request) -> TokenCount:
     """The tokens of a conversation's prompt."""
-    turn, _ = await read_message(get_state(request), body, identify(request.scope).decode("latin-1"))
+    turn, _ = await read_message(get_state(request), body, identify(request.scope))
     return TokenCount(input_tokens=len(turn.prompts[0].token_ids))
 
 
@@ -118,7 +118,7 @@ async def render_chat(body: ChatCompletionRequest, request: Request) -> Response
 
 async def _rendered(read: Read[_Body, Any], body: _Body, request: Request) -> Response:
     state = get_state(request)
-    turn, _ = await read(state, body, identify(request.scope).decode("latin-1"))
+    turn, _ = await read(state, body, identify(request.scope))
     model = state.check_model(body.model)
 
     def shown(prompt: PreparedPrompt) -> dict[str, Any]:
