@@ -20,9 +20,9 @@ _MAX_SLOTS = 2**31  # slots are int32
 
 
 class StepData:
-    """A step as the kernels see it, in one KV group; int32 tensors, shaped as in `quire.attention.base.AttentionBatch`.
+    """A step as the kernels see it, in one KV group; int32 tensors, shaped as in `quire.ops.attention.AttentionBatch`.
 
-    Contiguous int32 is used as it is; int64 is converted. `tails` are the fields of `quire.attention.base.Tails`.
+    Contiguous int32 is used as it is; int64 is converted. `tails` are the fields of `quire.ops.attention.Tails`.
 
     Raises:
         ValueError: tensors of another type, or that disagree about the numbers of tokens and sequences.

@@ -11,13 +11,13 @@ arXiv:1805.02867, the partial results those of arXiv:2311.01282). Knows no reque
 # pyright: reportArgumentType=false, reportOperatorIssue=false, reportGeneralTypeIssues=false
 
 from functools import cache
-from typing import Protocol
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
+from quire.ops.attention import AttentionBatch
 from quire.ops.rope import AttentionSpec
 from quire.ops.triton.common import begin_kernel, dot, exp2, launch, narrow, widen
 from quire.ops.triton.pages import Pages
@@ -33,28 +33,6 @@ STEP_ARRAYS = ["starts", "lengths", "tables", "tail_starts", "tail_slots"]  # of
 AHEAD = 8  # partial results that are on their way at once
 LOG2_E = tl.constexpr(1.4426950408889634)
 _LOWEST = tl.constexpr(-1e30)  # maximum before the first visible key; finite, so never NaN
-
-
-class Tails(Protocol):
-    """As `quire.attention.base.Tails`."""
-
-    @property
-    def starts(self) -> Tensor: ...
-    @property
-    def slots(self) -> Tensor: ...
-
-
-class Batch(Protocol):
-    """As `quire.attention.base.AttentionBatch`."""
-
-    @property
-    def query_start_loc(self) -> Tensor: ...
-    @property
-    def seq_lens(self) -> Tensor: ...
-    @property
-    def block_tables(self) -> Tensor: ...
-    @property
-    def tails(self) -> Tails | None: ...
 
 
 @triton.jit
@@ -321,7 +299,7 @@ def _combine(
     _finish(out + (place * DIM)[:, None] + column[None, :], live[:, None] & known[None, :], total, weighted)
 
 
-def paged_attention(query: Tensor, pages: Pages, batch: Batch, spec: AttentionSpec) -> Tensor:
+def paged_attention(query: Tensor, pages: Pages, batch: AttentionBatch, spec: AttentionSpec) -> Tensor:
     """Attend to cached keys and values; neither reads a tensor on the host nor allocates by what one holds.
 
     Args:
