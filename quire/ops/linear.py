@@ -31,8 +31,7 @@ def linear(
     Each tile of ROW_TILE rows is one product; the last is padded with zero rows.
     """
     assert isinstance(weight, Tensor), "packed weights are multiplied by recorded programs only"
-    num_rows, num_features = x.shape
-    num_columns = weight.shape[0]
+    num_rows, num_columns = x.shape[0], weight.shape[0]
     if num_columns < MIN_COLUMNS:
         weight = F.pad(weight, (0, 0, 0, MIN_COLUMNS - num_columns))
     out = x.new_empty(-(-num_rows // ROW_TILE) * ROW_TILE, weight.shape[0])
@@ -43,9 +42,7 @@ def linear(
     for start in range(0, num_rows, ROW_TILE):
         tile = x[start : start + ROW_TILE]
         if tile.shape[0] < ROW_TILE:
-            padded = x.new_zeros(ROW_TILE, num_features)
-            padded[: tile.shape[0]] = tile
-            tile = padded
+            tile = F.pad(tile, (0, 0, 0, ROW_TILE - tile.shape[0]))
         torch.mm(tile, transposed, out=out[start : start + ROW_TILE])
     out = out[:num_rows, :num_columns]
     out = out if bias is None else out.add_(bias)
