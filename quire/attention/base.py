@@ -13,8 +13,8 @@ import torch
 from torch import Tensor
 
 from quire.attention.step import Step
-from quire.ops.attention import AttentionBatch as AttentionBatch
-from quire.ops.attention import Tails as Tails
+from quire.ops.batch import AttentionBatch as AttentionBatch
+from quire.ops.batch import Tails as Tails
 from quire.ops.rope import AttentionSpec as AttentionSpec
 
 

@@ -92,7 +92,7 @@ class CompiledModel(CacheReader):
             shape = (input_ids.shape[0], self._num_incoming)
             inputs = [torch.zeros(shape, dtype=self._dtype) if step.incoming is None else step.incoming]
         caches = self._held(step.caches)
-        steps = [StepData(ids=input_ids, positions=step.positions, **vars(batch)) for batch in step.attention]
+        steps = [StepData(input_ids, step.positions, batch) for batch in step.attention]
         if step.taps is None:
             self._run(self._untapped, step.adapters, [*inputs, hidden], steps, caches, wanted)
             return hidden

@@ -56,7 +56,7 @@ class CompiledEagle(CacheReader):
     def __call__(self, input_ids: Tensor, hidden: Tensor, step: Step) -> Tensor:
         """[T, H], from tokens and the hidden states before them; writes to the step's caches."""
         out = torch.empty(input_ids.shape[0], self._width, dtype=self.dtype)
-        steps = [StepData(ids=input_ids, positions=step.positions, **vars(batch)) for batch in step.attention]
+        steps = [StepData(input_ids, step.positions, batch) for batch in step.attention]
         self._body.run([hidden, out], steps, self._held(step.caches))
         return out
 

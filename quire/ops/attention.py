@@ -7,7 +7,6 @@ does not matter which other queries or which surplus tiles are computed beside i
 """
 
 from dataclasses import dataclass, replace
-from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -22,47 +21,6 @@ QUERY_ROWS = 16  # rows of a query tile (more when one KV head serves more query
 KEY_TILE = 64  # keys per tile; tile j holds positions [64 j, 64 j + 64), whatever the block size
 VALUE_COLUMNS = 8  # of narrower ends some CPUs' libraries sum one row of a tile in another order than the next
 _LOWEST = torch.finfo(torch.float32).min  # running maximum before the first visible key; finite, so never NaN
-
-
-@dataclass(frozen=True)
-class AttentionBatch:
-    """Where the T tokens of a step's S sequences lie, as rows and as cache slots.
-
-    Sequence s has the rows [query_start_loc[s], query_start_loc[s + 1]); they are its last positions, up to and
-    including seq_lens[s] - 1. Position p lies in block block_tables[s, p // block_size] at offset p % block_size.
-
-    Attributes:
-        query_start_loc: int32 [S + 1], as all of these (int64 is taken, too).
-        seq_lens: [S], tokens computed before this step plus those computed in it.
-        block_tables: [S, max_blocks], padded with 0.
-        slot_mapping: [T], block * block_size + offset of every row.
-        block_size: tokens per block.
-        tails: where drafts are a tree. Each of its nodes is a sequence of one row then, which sees the keys of its
-            ancestors where a chain would have those before it, so that its bits are those of a chain.
-    """
-
-    query_start_loc: Tensor
-    seq_lens: Tensor
-    block_tables: Tensor
-    slot_mapping: Tensor
-    block_size: int
-    tails: "Tails | None" = None
-
-
-class Tails(NamedTuple):
-    """Positions that are not where block tables say.
-
-    Attributes:
-        starts: int32 [S]; position p >= starts[s] of sequence s lies in slot slots[s, p - starts[s]].
-        counts: int32 [S]; so many sequences from this one on, of one row each, by position, are of one tree: they have
-            one table and one start, and what lies before it may be computed together. 0 where they are counted
-            already, 1 for a sequence by itself.
-        slots: int32 [S, W].
-    """
-
-    starts: Tensor
-    counts: Tensor
-    slots: Tensor
 
 
 @dataclass(frozen=True)

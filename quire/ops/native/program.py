@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from quire.ops.batch import AttentionBatch
 from quire.ops.native.library import Target, loaded_library, operation_names, torch_threads
 from quire.ops.native.structs import DTYPE_OF, TYPE_OF, Type, c_struct
 
@@ -20,35 +21,21 @@ _MAX_SLOTS = 2**31  # slots are int32
 
 
 class StepData:
-    """A step as the kernels see it, in one KV group; int32 tensors, shaped as in `quire.ops.attention.AttentionBatch`.
-
-    Contiguous int32 is used as it is; int64 is converted. `tails` are the fields of `quire.ops.attention.Tails`.
+    """A step as the kernels see it, in one KV group. Contiguous int32 tensors are used as they are, int64 is converted.
 
     Raises:
         ValueError: tensors of another type, or that disagree about the numbers of tokens and sequences.
     """
 
-    def __init__(
-        self,
-        *,
-        ids: Tensor,
-        positions: Tensor,
-        slot_mapping: Tensor,
-        query_start_loc: Tensor,
-        seq_lens: Tensor,
-        block_tables: Tensor,
-        block_size: int,
-        tails: tuple[Tensor, Tensor, Tensor] | None = None,
-    ) -> None:
-        self.ids, self.positions, self.slot_mapping = _int32(ids), _int32(positions), _int32(slot_mapping)
-        self.query_start_loc, self.seq_lens = _int32(query_start_loc), _int32(seq_lens)
-        self.block_tables = _int32(block_tables)
-        self.block_size = block_size
-        self.tails = None if tails is None else [_int32(tensor) for tensor in tails]
-        num_tokens, num_seqs = ids.shape[0], seq_lens.shape[0]  # len() of a tensor takes a microsecond
-        if positions.shape[0] != num_tokens or slot_mapping.shape[0] != num_tokens:
+    def __init__(self, ids: Tensor, positions: Tensor, batch: AttentionBatch) -> None:
+        self.ids, self.positions, self.slot_mapping = _int32(ids), _int32(positions), _int32(batch.slot_mapping)
+        self.query_start_loc, self.seq_lens = _int32(batch.query_start_loc), _int32(batch.seq_lens)
+        self.block_tables, self.block_size = _int32(batch.block_tables), batch.block_size
+        self.tails = None if batch.tails is None else [_int32(tensor) for tensor in batch.tails]
+        num_tokens, num_seqs = ids.shape[0], batch.seq_lens.shape[0]  # len() of a tensor takes a microsecond
+        if positions.shape[0] != num_tokens or batch.slot_mapping.shape[0] != num_tokens:
             raise ValueError("ids, positions and slots must be of one length")
-        if query_start_loc.shape[0] != num_seqs + 1 or block_tables.shape[0] != num_seqs:
+        if batch.query_start_loc.shape[0] != num_seqs + 1 or batch.block_tables.shape[0] != num_seqs:
             raise ValueError("query_start_loc, seq_lens and block_tables are of different numbers of sequences")
 
     def struct(self) -> ctypes.Structure:

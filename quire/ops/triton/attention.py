@@ -17,7 +17,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from quire.ops.attention import AttentionBatch
+from quire.ops.batch import AttentionBatch
 from quire.ops.rope import AttentionSpec
 from quire.ops.triton.common import begin_kernel, dot, exp2, launch, narrow, widen
 from quire.ops.triton.pages import Pages

@@ -87,7 +87,7 @@ def attend_now(backend: AttentionBackend, qkv: Tensor, spec: AttentionSpec, step
     program = builder.finish(attended)
     out = qkv.new_empty(qkv.shape[0], spec.num_heads * spec.head_dim)
     batch: AttentionBatch = step.attention[spec.group]
-    data = [StepData(ids=batch.slot_mapping, positions=step.positions, **vars(batch))] * (spec.group + 1)
+    data = [StepData(batch.slot_mapping, step.positions, batch)] * (spec.group + 1)
     cache = step.caches[spec.layer]
     program.run([qkv.contiguous(), out], data, Caches([cache] * (spec.layer + 1), TYPE_OF[cache.dtype]))
     return out

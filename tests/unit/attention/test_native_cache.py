@@ -268,15 +268,15 @@ def test_what_many_threads_and_long_contexts_take_is_bounded(native_level: None)
     query = builder.input(8 * 64)
     program = builder.finish(ops.attend(query, AttentionSpec(8, 1, 64, 1.0)))
     cache = torch.zeros(NativeBackend().kv_cache_shape(1, 1024, 1, 64))
-    step = StepData(
-        ids=torch.zeros(count, dtype=torch.int32),
-        positions=torch.zeros(count, dtype=torch.int32),
-        slot_mapping=torch.zeros(count, dtype=torch.int32),
+    zeros = torch.zeros(count, dtype=torch.int32)
+    batch = AttentionBatch(
         query_start_loc=torch.arange(count + 1),
         seq_lens=torch.full((count,), length),
         block_tables=torch.zeros(count, -(-length // 1024), dtype=torch.int32),
+        slot_mapping=zeros,
         block_size=1024,
     )
+    step = StepData(zeros, zeros, batch)
     out = torch.empty(count, 8 * 64)
     program.run([torch.zeros(count, 8 * 64), out], step, Caches([cache], Type.F32))
     assert not out.any()

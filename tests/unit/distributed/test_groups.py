@@ -14,6 +14,7 @@ from torch import Tensor
 from quire import ops
 from quire.distributed import groups
 from quire.distributed.groups import Group, GroupAbortedError, segment_bytes
+from quire.ops.batch import AttentionBatch
 from quire.ops.native.builder import ProgramBuilder
 from quire.ops.native.library import Target, levels
 from quire.ops.native.matrix import PackedMatrix
@@ -76,15 +77,7 @@ def steps(ids: Tensor) -> StepData:
     ints = torch.arange(len(ids), dtype=torch.int32)
     one = torch.tensor([0, len(ids)], dtype=torch.int32)
     lens, tables = one[1:], one[:1, None]
-    return StepData(
-        ids=ids,
-        positions=ints,
-        slot_mapping=ints,
-        query_start_loc=one,
-        seq_lens=lens,
-        block_tables=tables,
-        block_size=16,
-    )
+    return StepData(ids, ints, AttentionBatch(one, lens, tables, slot_mapping=ints, block_size=16))
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

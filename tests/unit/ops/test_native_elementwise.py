@@ -28,6 +28,7 @@ from unpacking import unpacked
 from quire import ops
 from quire.attention.native import NativeBackend
 from quire.ops import AttentionSpec, activation
+from quire.ops.batch import AttentionBatch
 from quire.ops.native.builder import ProgramBuilder
 from quire.ops.native.program import Caches, Program, StepData
 from quire.ops.native.structs import GATED, TYPE_OF, Epilogue, Type
@@ -153,15 +154,14 @@ def test_activations_all_along_their_range(level: str, name: str) -> None:
 
 def step_of(ids: Tensor, positions: Tensor) -> StepData:
     """A step of one sequence, for programs that only look up."""
-    return StepData(
-        ids=ids,
-        positions=positions,
-        slot_mapping=torch.arange(len(ids)),
+    batch = AttentionBatch(
         query_start_loc=torch.tensor([0, len(ids)]),
         seq_lens=torch.tensor([len(ids)]),
         block_tables=torch.zeros(1, 1, dtype=torch.int64),
+        slot_mapping=torch.arange(len(ids)),
         block_size=1024,
     )
+    return StepData(ids, positions, batch)
 
 
 def embedded(index: Any, table: Any) -> Any:

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from quire import ops
 from quire.attention.step import AdapterBatch
+from quire.ops.batch import AttentionBatch
 from quire.ops.lora import LoraLayer, LoraMatrices, TokenSlots
 from quire.ops.native.builder import ProgramBuilder, recorded
 from quire.ops.native.program import Program, StepData
@@ -124,10 +125,9 @@ def test_virtual_tokens_are_rows_by_position(level: str, dtype: torch.dtype, siz
     drawn = torch.Generator().manual_seed(1)
     ids, slots = torch.randint(0, 50, (41,), generator=drawn), torch.randint(-1, 3, (41,), generator=drawn)
     where, slots = torch.randint(0, 9, (41,), generator=drawn), slots.to(torch.int32)
-    step = StepData(
-        ids=ids, positions=where, slot_mapping=where, query_start_loc=torch.tensor([0, 41]),
-        seq_lens=torch.tensor([41]), block_tables=torch.zeros(1, 1, dtype=torch.int64), block_size=64,
-    )  # fmt: skip
+    table_of_one = torch.zeros(1, 1, dtype=torch.int64)
+    batch = AttentionBatch(torch.tensor([0, 41]), torch.tensor([41]), table_of_one, slot_mapping=where, block_size=64)
+    step = StepData(ids, where, batch)
     plain = run(program, [], size, dtype, step)
     assert torch.equal(plain, table[ids])
     tokens.set(slots)

@@ -19,6 +19,7 @@ from unpacking import unpacked
 from quire import ops
 from quire.attention.native import NativeBackend
 from quire.ops import AttentionSpec, activation
+from quire.ops.batch import AttentionBatch
 from quire.ops.native.builder import ProgramBuilder, Value, recorded
 from quire.ops.native.library import Target, library
 from quire.ops.native.matrix import PackedMatrix
@@ -241,7 +242,8 @@ def step(**changes: Any) -> StepData:
         "block_tables": torch.tensor([[1, 0], [2, 3]]),
         "block_size": 16,
     }
-    return StepData(**(fields | changes))
+    fields |= changes
+    return StepData(fields.pop("ids"), fields.pop("positions"), AttentionBatch(**fields))
 
 
 def attending(num_layers: int = 1, dtype: torch.dtype = F32) -> tuple[Program, Tensor, Tensor, list[Tensor]]:

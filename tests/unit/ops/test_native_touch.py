@@ -13,6 +13,7 @@ import torch
 from quire import ops
 from quire.attention.native import NativeBackend
 from quire.ops import AttentionSpec
+from quire.ops.batch import AttentionBatch
 from quire.ops.native.builder import ProgramBuilder
 from quire.ops.native.library import library, prefault
 from quire.ops.native.program import Caches, StepData
@@ -85,15 +86,14 @@ def test_a_step_touches_all_layers_as_far_as_it_writes(level: str) -> None:
     for each in memory:
         each[100] = 7
     for block, filled in ((1023, 4 << 20), (5, 4 << 20), (2047, 8 << 20)):
-        step = StepData(
-            ids=torch.zeros(1, dtype=torch.int32),
-            positions=torch.zeros(1, dtype=torch.int32),
-            slot_mapping=torch.tensor([16 * block]),
+        batch = AttentionBatch(
             query_start_loc=torch.tensor([0, 1]),
             seq_lens=torch.tensor([1]),
             block_tables=torch.tensor([[block]]),
+            slot_mapping=torch.tensor([16 * block]),
             block_size=16,
         )
+        step = StepData(torch.zeros(1, dtype=torch.int32), torch.zeros(1, dtype=torch.int32), batch)
         program.run([torch.ones(1, 128), torch.empty(1, 64)], step, Caches(caches, Type.F32))
         for each in memory:
             assert resident(each[:filled]) == 1

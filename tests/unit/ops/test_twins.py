@@ -10,6 +10,7 @@ from sweeping import each
 from torch import Tensor
 
 from quire import ops
+from quire.ops.batch import AttentionBatch
 from quire.ops.native.builder import ProgramBuilder
 from quire.ops.native.program import StepData
 from quire.ops.native.structs import TYPE_OF
@@ -98,8 +99,5 @@ def test_embedding(level: str, dtype: torch.dtype) -> None:
     index: Any = builder.ids
     value: Any = ops.embedding(index, packed(table, TYPE_OF[dtype]))
     one = torch.tensor([3])
-    step = StepData(
-        ids=ids, positions=ids, slot_mapping=ids, query_start_loc=torch.tensor([0, 3]), seq_lens=one,
-        block_tables=one[None], block_size=16,
-    )  # fmt: skip
+    step = StepData(ids, ids, AttentionBatch(torch.tensor([0, 3]), one, one[None], slot_mapping=ids, block_size=16))
     assert torch.equal(run(builder.finish(value), [], 40, dtype, step), ops.embedding(ids, table))
