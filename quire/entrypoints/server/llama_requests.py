@@ -25,8 +25,6 @@ class LlamaCompletionRequest(AnyRequest, LlamaSampling):
     """Text, tokens, both in turn, or a list of such."""
     n_predict: int | None = Field(None, ge=-2)
     """-1 (the default) and -2: to the end of the context."""
-    seed: int | None = None
-    """-1: another one each time."""
     logit_bias: dict[str, float] | _Pairs | None = None
     """Pairs of a token and what is added to its logit; false: never."""
     ignore_eos: bool | None = None

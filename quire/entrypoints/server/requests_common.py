@@ -146,6 +146,7 @@ class LlamaSampling(Fields):
     presence_penalty: float | None = None
     frequency_penalty: float | None = None
     seed: int | None = None
+    """-1: another one each time."""
     stop: Stops = None
 
     # Refused.

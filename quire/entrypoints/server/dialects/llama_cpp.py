@@ -32,8 +32,6 @@ async def read_llama(state: ServerState, body: LlamaCompletionRequest, request_i
     """See `Read`."""
     state.unknown_fields.note(body)
     fields = body.openai_fields() | {name: getattr(body, name) for name in _SAME}
-    if body.seed == -1:
-        fields["seed"] = None
     if body.n_predict == 0:
         raise wrong("n_predict", "at least 1, or -1 for no limit", 0)
     limit = -1 if body.n_predict is None else max(-1, body.n_predict)
