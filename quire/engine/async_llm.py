@@ -281,10 +281,10 @@ class AsyncLLM:
         """Forget cached prefixes, and pins; False (and nothing done) while requests hold blocks.
 
         Args:
-            reset_running_requests: vLLM's, of no effect: requests keep what they have.
+            reset_running_requests: preempt those that run first: they are computed anew, with the tokens they have.
             reset_connector: also those on the disk (kv_cache_dir), until other weights are loaded.
         """
-        return await self._call("reset_prefix_cache", bool(reset_connector))
+        return await self._call("reset_prefix_cache", bool(reset_connector), bool(reset_running_requests))
 
     async def pin_prefix(
         self, prompt: PromptType, name: str | None = None, add_special_tokens: bool = True

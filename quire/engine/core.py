@@ -176,11 +176,14 @@ class EngineCore:
         self._check_alive()
         self._execute(self.executor.check)
 
-    def reset_prefix_cache(self, forget_disk: bool = False) -> bool:
+    def reset_prefix_cache(self, forget_disk: bool = False, preempts: bool = False) -> bool:
         """Forget all cached prefixes, and pins; False (and nothing done) while requests hold blocks.
 
-        Those on the disk stay, unless `forget_disk`: the same tokens will still make the same blocks.
+        Those on the disk stay, unless `forget_disk`: the same tokens will still make the same blocks. `preempts`: what
+        runs gives its blocks up first, and is computed anew.
         """
+        if preempts:
+            self._start_over()
         done = self.scheduler.kv.reset_prefix_cache(keep_disk=not forget_disk)
         self._publish()
         return done

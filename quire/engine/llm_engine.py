@@ -163,10 +163,10 @@ class LLMEngine:
         """Forget cached prefixes, pinned ones too; False (and nothing done) while requests run.
 
         Args:
-            reset_running_requests: vLLM's, of no effect: requests keep what they have.
+            reset_running_requests: preempt those that run first: they are computed anew, with the tokens they have.
             reset_connector: also those on the disk (kv_cache_dir), until other weights are loaded.
         """
-        return self.core.call("reset_prefix_cache", bool(reset_connector))
+        return self.core.call("reset_prefix_cache", bool(reset_connector), bool(reset_running_requests))
 
     def set_limits(self, **changes: Any) -> Limits:
         """Change limits, from the next step on; nothing that runs is ended. Those that hold are part of `stats`.

@@ -96,10 +96,14 @@ def test_holding_changes_no_answer(
         core.call("hold", True)
         core.call("wake_up")
 
+    def forget() -> None:
+        assert llm.llm_engine.reset_prefix_cache(reset_running_requests=True)
+        llm.llm_engine.check_integrity()
+
     def perhaps_hold() -> None:
         nonlocal num_held
-        if rng.random() < 0.8:
-            return
+        if (drawn := rng.random()) < 0.8:
+            return None if drawn < 0.7 else forget()
         num_held += 1
         core.call("hold", True)
         assert not core.has_unfinished()

@@ -251,6 +251,20 @@ def test_cache_salt_keeps_prefixes_apart() -> None:
     assert cached(None) == 0
 
 
+def test_prefixes_are_forgotten_while_requests_run() -> None:
+    engine = LLMEngine.from_engine_args(EngineArgs(model="demo", block_size=8), show_progress=False)
+    engine.add_request("alone", PROMPT, params(max_tokens=12))
+    expected = drain(engine)["alone"][-1].outputs[0].token_ids
+    engine.add_request("forgotten", PROMPT, params(max_tokens=12))
+    for _ in range(3):
+        engine.step()
+    assert not engine.reset_prefix_cache()
+    assert engine.reset_prefix_cache(reset_running_requests=True)
+    assert engine.core.stats().kv_cache_usage_perc == 0
+    last = drain(engine)["forgotten"][-1]
+    assert last.outputs[0].token_ids == expected
+
+
 def test_a_request_whose_state_breaks_fails_alone(engine: LLMEngine, monkeypatch: pytest.MonkeyPatch) -> None:
     from quire.worker import runner as model_runner
 

@@ -214,8 +214,13 @@ async def unpin_prefix(name: str, state: Changeable) -> Response:
 
 
 @router.post("/reset_prefix_cache", tags=["admin"], responses={409: {"description": "Requests are running."}})
-async def reset_prefix_cache(state: Changeable, reset_external: bool = False) -> Response:
-    """Forget cached prefixes, and pins; 409 while requests are running. `reset_external`: those on the disk, too."""
-    if not await state.llm.reset_prefix_cache(reset_connector=reset_external):
+async def reset_prefix_cache(
+    state: Changeable, reset_running_requests: bool = False, reset_external: bool = False
+) -> Response:
+    """Forget cached prefixes, and pins; 409 while requests are running, unless those are to be preempted.
+
+    `reset_external`: those on the disk, too.
+    """
+    if not await state.llm.reset_prefix_cache(reset_running_requests, reset_external):
         raise HTTPException(409, "requests are running, and nothing was forgotten; try again when none is.")
     return Response(status_code=200)

@@ -98,8 +98,8 @@ class FakeAsyncLLM:
     async def unpin_prefix(self, name: str) -> bool:
         return name == "system"
 
-    async def reset_prefix_cache(self, reset_connector: bool = False) -> bool:
-        return self.is_idle
+    async def reset_prefix_cache(self, reset_running_requests: bool = False, reset_connector: bool = False) -> bool:
+        return self.is_idle or reset_running_requests
 
     async def sleep(self, level: int, mode: str | None = None) -> bool:
         self.sleep_modes.append(mode)

@@ -57,6 +57,7 @@ def test_everything_is_forgotten_when_nothing_runs(keyed: TestClient, async_llm:
     async_llm.is_idle = False
     answer = keyed.post("/reset_prefix_cache")
     assert (answer.status_code, answer.json()["error"]["code"]) == (409, "conflict")
+    assert keyed.post("/reset_prefix_cache?reset_running_requests=true").status_code == 200
 
 
 def test_nobody_changes_a_server_without_keys(client: TestClient, async_llm: Any) -> None:
