@@ -14,6 +14,7 @@ from quire.engine.input_processor import InputProcessor
 from quire.errors import InvalidRequestError, require
 from quire.inputs import PreparedPrompt, PromptType
 from quire.lora.request import AdapterRequest
+from quire.pooling_params import PoolingParams
 from quire.protocol.requests import AdapterRef
 from quire.sampling_params import SamplingParams
 from quire.text.conversation import Conversation
@@ -40,12 +41,12 @@ class AsyncInputs:
         self._strangers = RenderLane("render-strangers", 2)
 
     async def prepare(
-        self, prompt: PromptType, params: SamplingParams, add_special_tokens: bool = True, pools: bool = False
+        self, prompt: PromptType, params: SamplingParams | PoolingParams, add_special_tokens: bool = True
     ) -> PreparedPrompt:
         """`InputProcessor.prepare`."""
         parts = prompt.values() if isinstance(prompt, dict) else [prompt]
         size = sum(len(part) for part in parts if isinstance(part, str | list))
-        return await self._encode(size, lambda: self.processor.prepare(prompt, params, add_special_tokens, pools))
+        return await self._encode(size, lambda: self.processor.prepare(prompt, params, add_special_tokens))
 
     async def find_adapter(self, request: AdapterRequest | None) -> AdapterRef | None:
         """`AdapterBook.find`; files are read in a thread."""

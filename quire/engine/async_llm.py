@@ -222,7 +222,7 @@ class AsyncLLM:
 
         asked = PoolingParams() if pooling_params is None else pooling_params
         require(isinstance(asked, PoolingParams), "pooling_params", asked, "PoolingParams, or None")
-        prepared = await self.prepare(prompt, asked.sampling_params(self.model_config.hidden_size), pools=True)
+        prepared = await self.prepare(prompt, asked)
         # To its end, before anything is yielded: callers take what they wanted, and leave.
         for one in [each async for each in self.generate(prepared, None, request_id, **terms)]:
             if one.pooled is not None:

@@ -19,6 +19,7 @@ from quire.engine.adapters import AdapterBook
 from quire.engine.terms import NO_TERMS, check_terms
 from quire.errors import InvalidRequestError, require
 from quire.inputs import PreparedPrompt, PromptType, bad_prompt, prompt_too_long
+from quire.pooling_params import PoolingParams
 from quire.protocol.requests import NewRequest, PoolingTask, SamplingTask, Terms
 from quire.sampling_params import SamplingParams
 from quire.text.tokenizer import Tokenizer
@@ -57,17 +58,19 @@ class InputProcessor:
         self.adapters = AdapterBook(config.args)
 
     def prepare(
-        self, prompt: PromptType, params: SamplingParams, add_special_tokens: bool = True, pools: bool = False
+        self, prompt: PromptType, params: SamplingParams | PoolingParams, add_special_tokens: bool = True
     ) -> PreparedPrompt:
         """Check parameters and prompt, and encode the prompt where it is text.
 
         Args:
+            params: of tokens, or of a vector, for which the prompt may fill the context.
             add_special_tokens: those that the tokenizer begins or ends a text with; a chat template writes its own.
-            pools: one vector is wanted, and no tokens: the prompt may fill the context.
 
         Raises:
             InvalidRequestError: a bad prompt (form, emptiness, length, ids), or parameters that this model can't serve.
         """
+        if pools := isinstance(params, PoolingParams):
+            params = params.sampling_params(self._model.hidden_size)
         require(isinstance(params, SamplingParams), "params", params, "SamplingParams")
         params = params.clone()  # the engine's copy: a caller may change or reuse theirs
         limit = self._model.max_model_len
@@ -148,8 +151,8 @@ class InputProcessor:
         facts = msgspec.structs.asdict(terms) | {"arrival_time": arrival, "cache_salt": prompt.cache_salt}
         request = NewRequest(request_id=request_id, prompt_token_ids=token_ids, task=task, **facts)
         if not self._calls_functions or self._config.args.num_ranks > 1:
-            try:  # now, as a step's plan that holds it could not be sent either
-                msgspec.msgpack.encode(request)
+            try:  # now, as a step's plan that holds it could not be sent either; but for the tokens, which are checked
+                msgspec.msgpack.encode(msgspec.structs.replace(request, prompt_token_ids=[]))
             except (TypeError, ValueError, OverflowError) as error:
                 raise InvalidRequestError(f"the request can't be sent to the engine: {error}; drop that.") from None
         return ProcessedInput(request, prompt.text, params)

@@ -15,6 +15,7 @@ from quire.engine.llm_engine import LLMEngine
 from quire.errors import InvalidRequestError
 from quire.inputs import PromptType
 from quire.outputs import RequestOutput
+from quire.pooling_params import PoolingParams
 from quire.protocol.core import CallName
 from quire.protocol.requests import Terms
 from quire.sampling_params import RequestOutputKind, SamplingParams
@@ -40,19 +41,17 @@ class Batches:
     def run(
         self,
         prompts: Sequence[PromptType],
-        params: Sequence[SamplingParams],
+        params: Sequence[SamplingParams | PoolingParams],
         terms: Sequence[Terms],
         *,
         use_tqdm: bool = False,
         add_special_tokens: bool = True,
-        pools: bool = False,
     ) -> list[RequestOutput]:
         """The final output of each prompt, in order.
 
         Args:
             use_tqdm: show a progress bar with input and output tokens per second.
             add_special_tokens: those that the tokenizer puts around a text.
-            pools: vectors are wanted, and no tokens.
 
         Raises:
             InvalidRequestError: a prompt or its parameters break a rule; the message says which prompt.
@@ -60,7 +59,7 @@ class Batches:
         processed = []
         for place, (prompt, one, served) in enumerate(zip(prompts, params, terms, strict=True)):
             try:
-                prepared = self._engine.prepare(prompt, one, add_special_tokens, pools)
+                prepared = self._engine.prepare(prompt, one, add_special_tokens)
                 prepared.params.output_kind = RequestOutputKind.FINAL_ONLY  # no text is built that nobody reads
                 processed.append(self._engine.process_input(str(next(self._request_ids)), prepared, terms=served))
             except InvalidRequestError as error:

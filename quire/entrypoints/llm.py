@@ -258,9 +258,8 @@ class LLM:
         given = PoolingParams() if pooling_params is None else pooling_params
         each = _one_each(given, len(many), "pooling params", "pooling_params")
         require(all(isinstance(one, PoolingParams) for one in each), "pooling_params", each, "PoolingParams, or a list")
-        asked = [one.sampling_params(self.model_config.hidden_size) for one in each]
         terms = self._terms_for(len(many), lora_request)
-        outputs = self._batches.run(many, asked, terms, use_tqdm=use_tqdm, pools=True)
+        outputs = self._batches.run(many, each, terms, use_tqdm=use_tqdm)
         if any(output.pooled is None for output in outputs):
             raise RequestFailedError("the engine failed to compute a vector; the log says why.")
         vectors = [EmbeddingOutput(one.vector(output)) for one, output in zip(each, outputs, strict=True)]

@@ -57,7 +57,7 @@ async def read_embedding(
     prompts = []
     for text in texts:
         with named(names):
-            prompts.append(await state.llm.prepare(text, params, special, pools=True))
+            prompts.append(await state.llm.prepare(text, wanted, special))
         await asyncio.sleep(0)  # many short texts take long together
     terms = Terms(body.priority or 0, client_name(body.user))
     check_terms(terms, state.llm.limits.policy)
