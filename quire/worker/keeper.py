@@ -78,6 +78,7 @@ class Keeper:
     def _load(self, config: WorkerConfig) -> Worker:
         worker = Worker(config, self._place)
         worker.load(progress=False)
+        _trim_heap()  # what loading took, which would stay with every load
         return worker
 
     def _drop(self) -> None:
@@ -89,4 +90,10 @@ class Keeper:
             gc.collect()
             gc.freeze()
         self._place.device.available_bytes()  # a GPU's looks for it in the allocator, too
-        ctypes.CDLL(None).malloc_trim(0)
+        _trim_heap()
+
+
+def _trim_heap() -> None:
+    """Give the system what is free of the heap, where the C library can be told to (not macOS's, nor musl)."""
+    if (trim := getattr(ctypes.CDLL(None), "malloc_trim", None)) is not None:
+        trim(0)

@@ -6,6 +6,7 @@ import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -233,6 +234,15 @@ def test_vllms_way_to_wake_up(start: Callable[..., LLM]) -> None:
     llm.wake_up(tags=["weights"])
     assert llm.collective_rpc("reload_weights") == [None]
     llm.wake_up(tags=["kv_cache"])
+    assert answers(llm) == before
+
+
+def test_c_libraries_whose_heap_can_not_be_trimmed(start: Callable[..., LLM], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("quire.worker.keeper.ctypes", SimpleNamespace(CDLL=lambda name: object()))  # macOS's, musl
+    llm = start()
+    before = answers(llm)
+    assert llm.sleep()
+    llm.wake_up()
     assert answers(llm) == before
 
 
