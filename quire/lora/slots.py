@@ -119,7 +119,7 @@ def _adaptable(model: nn.Module, path: str = "") -> Iterator[tuple[str, Matrix |
         if isinstance(module, Linear | VocabEmbedding | TiedHead):
             matrix = module.embedding if isinstance(module, TiedHead) else module
             yield full, module, {part: (matrix.rows[part], size) for part, size in matrix.parts.items()}
-        elif not isinstance(module, MixtureOfExperts):  # whose rows are other than a step's
+        elif name != "experts" or not isinstance(model, MixtureOfExperts):  # their rows are other than a step's
             yield from _adaptable(module, full)
 
 
