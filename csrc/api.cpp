@@ -59,7 +59,7 @@ Call::Call(int num_threads) : context(context_of(num_threads)), lock_(context.mu
 using namespace quire;
 
 // Raised with every change of what a function takes, does or is told in a struct; library.py refuses another.
-QUIRE_API(int32_t, quire_abi_version) { return 35; }
+QUIRE_API(int32_t, quire_abi_version) { return 36; }
 
 // Name of the i-th level that this CPU can run, best first; null beyond the last.
 QUIRE_API(const char*, quire_level, int32_t i) {

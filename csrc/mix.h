@@ -16,7 +16,7 @@ inline void mix_rows(const MixSpec& s, const Operands& o, Context& context) {
     for_rows(o.num_rows, context, [&](int64_t row) {
         const int32_t* places = r.places + row * s.top_k;
         const float* weights = o.y.row<const float>(row);
-        const vf closed = shared.data ? 1.0f + exp(-load_part(gate.row<const T>(row), 1)) : vf{};
+        const vf closed = gate.data ? 1.0f + exp(-load_part(gate.row<const T>(row), 1)) : splat(1.0f);
         for_vectors(s.width, [&](int64_t i, int n) {
             vf sum{};
             for (int64_t k = 0; k < s.top_k; k++) sum += load_n(answers.row<const T>(places[k]) + i, n) * weights[k];
@@ -26,8 +26,8 @@ inline void mix_rows(const MixSpec& s, const Operands& o, Context& context) {
     });
 }
 
-// Inputs: answers, what `route` made, and what a shared expert answers and its gate's score, or none. In the order of experts' numbers,
-// and then the shared one, weighed by the sigmoid of its score.
+// Inputs: answers, what `route` made, what a shared expert answers, or none, and its gate's score, or none. In the order of experts'
+// numbers, and then the shared one, weighed by the sigmoid of its score.
 inline void mix(const MixSpec& s, const Operands& o, Context& context) {
     o.out.type == Type::f32 ? mix_rows<float>(s, o, context) : mix_rows<bf16>(s, o, context);
 }

@@ -255,12 +255,26 @@ class Builder:
         return MLP(fc1, self.linear("fc2", inner_size, size, bias=bias, shard=whole), activation)
 
     def experts(
-        self, size: int, inner_size: int, routing: Routing, *, activation: str, shared_size: int = 0, bias: bool = False
+        self,
+        size: int,
+        inner_size: int,
+        routing: Routing,
+        *,
+        activation: str,
+        shared_size: int = 0,
+        shared_gate: bool = True,
+        bias: bool = False,
+        choosing_bias: bool = False,
     ) -> MixtureOfExperts:
         """A mixture of gated MLPs, and where `shared_size` is not 0 one more that all tokens share.
 
-        bias: of the router, and of the experts' matrices.
+        Args:
+            shared_gate: whether a gate weighs that one.
+            bias: of the router, and of the experts' matrices.
+            choosing_bias: whether `routing` is to have a bias.
         """
+        if choosing_bias:  # in float32 whatever the model's type, as kernels read it
+            routing = replace(routing, bias=nn.Parameter(torch.empty(routing.num_experts), requires_grad=False))
         gate = self.linear("gate", size, routing.num_experts, bias=bias, plain=True)
         owners, experts = self.context.sharding.experts(self.prefix, routing.num_experts), []
         for i in range(routing.num_experts):
@@ -268,10 +282,10 @@ class Builder:
             if owners is not None:
                 child = Builder(replace(self.context, sharding=Sharding()), child.prefix, i in owners.own)
             experts.append(child.gated_mlp(size, inner_size, activation=activation, bias=bias))
-        shared: tuple[GatedMLP, Linear] | None = None
+        shared: tuple[GatedMLP, Linear | None] | None = None
         if shared_size:
             expert = self.child("shared_expert").gated_mlp(size, shared_size, activation=activation)
-            shared = expert, self.linear("shared_expert_gate", size, 1, plain=True)
+            shared = expert, self.linear("shared_expert_gate", size, 1, plain=True) if shared_gate else None
         return MixtureOfExperts(routing, gate, experts, shared, owners)
 
     def _place(self, name: str, *, parts: tuple[str, ...] = (), table: bool = False) -> Place:

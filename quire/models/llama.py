@@ -196,16 +196,28 @@ def plain_mlp(config: ModelConfig, activation: str, bias: bool, key: str = "hidd
     return lambda index, builder: builder.mlp(size, inner, activation=activation, bias=bias)
 
 
-def mixture(config: ModelConfig, renormalize: bool = True, inner_size: int = 0, **others: Any) -> FeedForward:
+def mixture(
+    config: ModelConfig,
+    routing: Routing | bool = True,
+    inner_size: int = 0,
+    is_plain: Callable[[int], bool] = lambda index: False,
+    **others: Any,
+) -> FeedForward:
     """A mixture of experts in each layer, which are as wide as a plain MLP where there is no `inner_size`.
 
-    others: what `Builder.experts` takes besides, of which the activation is config.json's where it is not there.
+    Args:
+        routing: or whether the usual one, by softmax, divides weights by their sum.
+        is_plain: whether a layer has a plain MLP instead.
+        others: what `Builder.experts` takes besides, of which the activation is config.json's where it is not there.
     """
-    num_experts = count(config, "num_local_experts", count(config, "num_experts", 8))
-    routing = Routing(num_experts, count(config, "num_experts_per_tok", 2), renormalize)
+    if isinstance(routing, bool):
+        num_experts = count(config, "num_local_experts", count(config, "num_experts", 8))
+        routing = Routing(num_experts, count(config, "num_experts_per_tok", 2), routing)
     others.setdefault("activation", str(config.hf_config.get("hidden_act") or "silu"))
-    sizes = config.hidden_size, inner_size or config.intermediate_size
-    return lambda index, builder: builder.experts(*sizes, routing, **others)
+    sizes, plain = (config.hidden_size, inner_size or config.intermediate_size), gated_mlp(config)
+    return lambda index, builder: (
+        plain(index, builder) if is_plain(index) else builder.experts(*sizes, routing, **others)
+    )
 
 
 def llama_attention(config: ModelConfig, rope: Tensor | None) -> AttentionSpec:

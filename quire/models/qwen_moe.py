@@ -36,11 +36,14 @@ def qwen3_vl_shape(config: ModelConfig) -> LlamaShape:
 
 def _feed_forward(config: ModelConfig, renormalize: bool | None = None, shared_size: int = 0) -> FeedForward:
     """What follows attention in each layer: experts in every so manieth one, a plain MLP in those that are named."""
-    plain, dense = gated_mlp(config), indices(config, "mlp_only_layers")
+    dense = indices(config, "mlp_only_layers")
     if not count(config, "num_local_experts", count(config, "num_experts", 128, least=0), least=0):
-        return plain
+        return gated_mlp(config)
     if renormalize is None:
         renormalize = bool(config.hf_config.get("norm_topk_prob", False))
-    experts = mixture(config, renormalize, count(config, "moe_intermediate_size", 768), shared_size=shared_size)
-    every = count(config, "decoder_sparse_step", 1)
-    return lambda index, builder: (plain if index in dense or (index + 1) % every else experts)(index, builder)
+    inner_size, every = count(config, "moe_intermediate_size", 768), count(config, "decoder_sparse_step", 1)
+
+    def is_plain(index: int) -> bool:
+        return index in dense or (index + 1) % every != 0
+
+    return mixture(config, renormalize, inner_size, is_plain, shared_size=shared_size)

@@ -77,6 +77,7 @@ class CheckpointFormat:
         prefix: start of every name but the output head's; checkpoints of a bare backbone leave it out.
         names: (ours, theirs) pieces of names, replaced in order.
         ignored: endings of names that are no parameters (tables and masks that are computed here).
+        left_out: beginnings of names, after "model.", of what is not run here (layers that draft).
         transposed: endings of names of matrices stored [in, out] instead of [out, in].
         cut: what a tensor is here, given the hidden size, of checkpoints that hold several matrices as one; None where
             each is one.
@@ -85,6 +86,7 @@ class CheckpointFormat:
     prefix: str = "model."
     names: tuple[tuple[str, str], ...] = ()
     ignored: tuple[str, ...] = (".rotary_emb.inv_freq",)
+    left_out: tuple[str, ...] = ()
     transposed: tuple[str, ...] = ()
     cut: Callable[[TensorSpec, int], Iterable[Cut]] | None = None
 
@@ -101,7 +103,7 @@ class CheckpointFormat:
 
     def passes_over(self, name: str) -> bool:
         """Whether a checkpoint's tensor is none of the model's."""
-        return name.endswith(self.ignored) or name.removeprefix("model.").startswith(_SENSES)
+        return name.endswith(self.ignored) or name.removeprefix("model.").startswith(_SENSES + self.left_out)
 
 
 def weight_slots(model: nn.Module, form: CheckpointFormat) -> dict[str, CheckpointSlot]:

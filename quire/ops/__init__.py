@@ -12,7 +12,7 @@ from quire.ops.activation import relu2 as relu2
 from quire.ops.attention import attend, paged_attention
 from quire.ops.elementwise import add, scale, softcap
 from quire.ops.embedding import embedding
-from quire.ops.experts import Experts, Owners, mix, mixture, route
+from quire.ops.experts import Experts, Owners, Routing, mix, mixture, route
 from quire.ops.gather import gather, gather_rows, own_rows, reduce
 from quire.ops.linear import linear
 from quire.ops.lora import Adapted, AdaptedRows, LoraLayer, LoraMatrices, TokenSlots, lora, lora_rows

@@ -7,10 +7,13 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
+from quire.errors import ModelLoadError
 from quire.ops.gather import Meeting, gather_experts
 from quire.ops.native.builder import ProgramBuilder, Value, recorded
 from quire.ops.native.structs import Type
 from quire.ops.table import op
+
+LEAST_SUM = 1e-20  # of weights that others are divided by: all sigmoids may be 0; as csrc/route.h has it
 
 
 @dataclass(frozen=True)
@@ -24,6 +27,37 @@ class Owners:
     def own(self) -> range:
         """The experts that are here."""
         return range(self.starts[self.group.rank], self.starts[self.group.rank + 1])
+
+
+@dataclass(frozen=True, eq=False)
+class Routing:
+    """How a token chooses its experts.
+
+    Attributes:
+        num_experts: E.
+        top_k: experts of each token.
+        renormalize: whether the weights of those chosen are divided by their sum.
+        by_sigmoid: weights are sigmoids of scores, and not their softmax.
+        factor: on weights.
+        bias: float32 [E], added to weights where experts are chosen, and not to what they weigh (arXiv:2408.15664).
+
+    Raises:
+        ModelLoadError: top_k is not within 1 .. num_experts.
+    """
+
+    num_experts: int
+    top_k: int
+    renormalize: bool
+    by_sigmoid: bool = False
+    factor: float = 1.0
+    bias: Tensor | None = None
+
+    def __post_init__(self) -> None:
+        if not 1 <= self.top_k <= self.num_experts:
+            raise ModelLoadError(
+                f"config.json gives each token {self.top_k} of {self.num_experts} experts (num_experts_per_tok); it "
+                "must be at least one, and no more than there are."
+            )
 
 
 @dataclass(frozen=True, eq=False)
@@ -49,18 +83,23 @@ class Experts:
 
 
 @op
-def route(scores: Tensor, top_k: int, renormalize: bool) -> tuple[Tensor, Tensor]:
+def route(scores: Tensor, routing: Routing) -> tuple[Tensor, Tensor]:
     """The `top_k` experts of each token: scores [T, E] -> weights, float32 [T, k], and experts, integers [T, k].
 
-    In any order; of equals the first is chosen. renormalize: weights are divided by their sum.
+    In any order; of equals the first is chosen.
     """
     wide = scores.float()
-    wide = (wide - wide.amax(-1, keepdim=True)).exp_()
-    shares, experts = torch.sort(wide / wide.sum(-1, keepdim=True), stable=True, dim=-1, descending=True)
-    weights, experts = shares[:, :top_k], experts[:, :top_k]
-    if renormalize:
-        weights = weights / weights.sum(-1, keepdim=True)
-    return weights, experts
+    if routing.by_sigmoid:
+        shares = torch.neg(wide).exp_().add_(1.0).reciprocal_()  # torch's sigmoid has two bodies
+    else:
+        wide = (wide - wide.amax(-1, keepdim=True)).exp_()
+        shares = wide / wide.sum(-1, keepdim=True)
+    keys = shares if routing.bias is None else shares + routing.bias
+    experts = torch.argsort(keys, stable=True, dim=-1, descending=True)[:, : routing.top_k]
+    weights = shares.gather(-1, experts)
+    if routing.renormalize:
+        weights = weights / weights.sum(-1, keepdim=True).clamp_(min=LEAST_SUM)
+    return weights * routing.factor, experts
 
 
 @op
@@ -81,27 +120,28 @@ def mix(x: Tensor, weights: Tensor, chosen: Tensor, experts: Experts) -> Tensor:
 
 
 @op
-def mixture(
-    x: Tensor, scores: Tensor, shared: Sequence[Tensor], top_k: int, renormalize: bool, experts: Experts
-) -> Tensor:
+def mixture(x: Tensor, scores: Tensor, shared: Sequence[Tensor], routing: Routing, experts: Experts) -> Tensor:
     """What `experts` answer x, [T, H], chosen and weighed by scores [T, E], and what a shared one does: -> [T, H].
 
-    shared: nothing, or its answers [T, H], and scores [T, 1] whose sigmoid is their weight.
+    shared: nothing, or its answers [T, H], and maybe scores [T, 1] whose sigmoid is their weight.
     """
-    total = mix(x, *route(scores, top_k, renormalize), experts)
-    if shared:
-        answers, weights = shared
-        total += answers.float() / torch.neg(weights.float()).exp_().add_(1.0)  # torch's sigmoid has two bodies
+    total = mix(x, *route(scores, routing), experts)
+    for answers in shared[:1]:
+        closed = [torch.neg(gate.float()).exp_().add_(1.0) for gate in shared[1:]]
+        total += answers.float() / closed[0] if closed else answers.float()
     return total.to(x.dtype)
 
 
 @mixture.native
-def _build(x: Value, scores: Value, shared: Sequence[Value], top_k: int, renormalize: bool, experts: Experts) -> Value:
-    builder, own = x.builder, ProgramBuilder(x.builder.dtype, x.builder.target)
+def _build(x: Value, scores: Value, shared: Sequence[Value], routing: Routing, experts: Experts) -> Value:
+    builder, top_k, bias = x.builder, routing.top_k, routing.bias
+    own = ProgramBuilder(builder.dtype, builder.target)
     rows: Any = recorded(own.input(x.width))
     program = own.finish([cast(Any, run(rows)) for run in experts.runs.values()], apart=True)
     told: dict[str, Any] = {"count": experts.count, "top_k": top_k}
-    routes = builder.append("route", [scores], 2 * top_k, type=Type.F32, **told, renormalize=renormalize)
+    how: dict[str, Any] = {name: getattr(routing, name) for name in ("renormalize", "by_sigmoid", "factor")}
+    how["bias"] = None if bias is None else builder.address(bias)
+    routes = builder.append("route", [scores], 2 * top_k, type=Type.F32, **told, **how)
     # From row to row no whole pages: those that a kernel writes at once would meet in the same few lines of L1.
     told |= {"width": x.width, "stride": x.width + 32 * (x.width * x.dtype.itemsize % 4096 == 0)}
     here: dict[str, Any] = {"first": min(experts.runs), "num_here": len(experts.runs)}

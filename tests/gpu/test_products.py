@@ -161,7 +161,7 @@ def test_other_rows_are_the_same_among_any_number(width: int) -> None:
         "layer_norm": lambda rows: ops.layer_norm(x[rows], weight, weight, 1e-6),
         "silu_and_mul": lambda rows: ops.silu_and_mul(x[rows]),
         "softcap": lambda rows: ops.softcap(x[rows], 30.0),
-        "route": lambda rows: torch.cat(ops.route(x[rows, :128].contiguous(), 8, True), 1),
+        "route": lambda rows: torch.cat(ops.route(x[rows, :128].contiguous(), ops.Routing(128, 8, True)), 1),
     }
     for name, function in functions.items():
         whole = function(slice(None))

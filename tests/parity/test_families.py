@@ -13,9 +13,11 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 
 from quire import LLM, LoRARequest, PromptAdapterRequest, SamplingParams
 from quire.config.model import ModelConfig
+from quire.errors import ModelLoadError
 from quire.models.settings import number
 from quire.ops.native.library import TORCH
 
@@ -25,7 +27,7 @@ tiny: Any = importlib.import_module("tiny_models")
 loras: Any = importlib.import_module("loras")
 
 NAMES = ["olmo2", "glm4", "ernie4.5-biases", "exaone4", "cohere2", "arcee", "starcoder2", "olmoe", "granitemoe"]
-NAMES += ["granitehybrid", "helium", "ministral3"]
+NAMES += ["granitehybrid", "helium", "ministral3", "glm4-moe", "ernie4.5-moe"]
 PROMPT = [5, 9, 33, 7, 21, 60, 8, 96, 0, 1, 17, 50, 51, 52, 4, 88, 91, 12, 12, 30]
 GREEDY = SamplingParams(max_tokens=12, temperature=0.0, ignore_eos=True, logprobs=3, detokenize=False)
 Serve = Callable[..., LLM]
@@ -84,6 +86,20 @@ def test_adapters(name: str, kernels: str, tmp_path: Path, serve: Serve) -> None
         a, b = (factors[f"base_model.model.{module}.lora_{end}.weight"] for end in "AB")
         linear.weight += 2.0 * b @ a
     check(answer(llm, lora_request=LoRARequest("lora", 1, str(path))), theirs)
+
+
+@pytest.mark.parametrize(
+    ("name", "extra"),
+    [("glm4-moe", "model.layers.3.eh_proj.weight"), ("ernie4.5-moe", "model.mtp_block.0.mlp.up_proj.weight")],
+)
+def test_layers_that_draft_are_left_out(name: str, extra: str, tmp_path: Path) -> None:
+    file = tiny.save(tiny.build_theirs(name), tmp_path) / "model.safetensors"
+    tensors = load_file(file)
+    save_file(tensors | {extra: torch.zeros(4, 4)}, file, {"format": "pt"})
+    tiny.build_ours(tmp_path)
+    save_file(tensors | {"model.layers.2.eh_proj.weight": torch.zeros(4, 4)}, file, {"format": "pt"})
+    with pytest.raises(ModelLoadError, match=r"'model\.layers\.2\.eh_proj\.weight', for which this model"):
+        tiny.build_ours(tmp_path)
 
 
 @pytest.mark.parametrize("quantization", ["int8", "w8a8", "int4", "w4a8"])

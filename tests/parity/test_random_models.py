@@ -195,6 +195,27 @@ def ernie(dice: Dice) -> Drawn:
     return own_heads(dice) | {"use_bias": dice.random() < 0.5}
 
 
+def ernie_moe(dice: Dice) -> Drawn:
+    found = ernie(dice) | {"use_bias": False, "moe_intermediate_size": dice.choice([12, 20])}
+    found |= {"moe_num_experts": dice.choice([3, 7]), "moe_k": dice.choice([1, 2, 3])}
+    found |= {"moe_num_shared_experts": dice.choice([0, 1, 2]), "moe_layer_start_index": dice.choice([0, 1])}
+    return found | {"moe_layer_end_index": dice.choice([-1, 0]), "moe_layer_interval": dice.choice([1, 2])}
+
+
+def glm_moe(dice: Dice) -> Drawn:
+    found = glm(dice) | {"moe_intermediate_size": dice.choice([12, 20]), "n_routed_experts": dice.choice([3, 7])}
+    found |= {"num_experts_per_tok": dice.choice([1, 2, 3]), "n_shared_experts": dice.choice([1, 2])}
+    found |= {"first_k_dense_replace": dice.choice([0, 1]), "norm_topk_prob": dice.random() < 0.6}
+    return found | {"routed_scaling_factor": dice.choice([1.0, 2.5]), "use_qk_norm": dice.random() < 0.5}
+
+
+def dots1(dice: Dice) -> Drawn:
+    found = {
+        name: value for name, value in glm_moe(dice).items() if name not in ("partial_rotary_factor", "use_qk_norm")
+    }
+    return found | {"sliding_window": dice.choice([None, 7, 40]), "max_window_layers": dice.choice([0, 1, 62])}
+
+
 def exaone4(dice: Dice) -> Drawn:
     found = own_heads(dice) | {"sliding_window": dice.choice([5, 24, 70])}
     full = {"sliding_window": None, "layer_types": ["full_attention"] * found["num_hidden_layers"]}
@@ -279,6 +300,9 @@ DRAWS: dict[str, Callable[[Dice], Drawn]] = {
     "exaone4": exaone4,
     "glm": glm,
     "glm4": glm,
+    "glm4-moe": glm_moe,
+    "dots1": dots1,
+    "ernie4.5-moe": ernie_moe,
     "gemma": gemma,
     "gemma2": later_gemma,
     "gemma3": later_gemma,

@@ -110,6 +110,11 @@ GRANITE_HYBRID = LLAMA | GRANITE | {"num_local_experts": 0, "shared_intermediate
 GRANITE_HYBRID |= {"layer_types": ["full_attention"] * 2, "position_embedding_type": "rope", "mamba_n_heads": 1}
 GRANITE_MOE = LLAMA | GRANITE | {"num_local_experts": 5, "num_experts_per_tok": 2}
 
+ERNIE_MOE = LLAMA | {"num_hidden_layers": 3, "moe_intermediate_size": 20, "moe_num_experts": 6, "moe_k": 2}
+ERNIE_MOE |= {"moe_num_shared_experts": 2}
+GLM_MOE = LLAMA | {"num_hidden_layers": 3, "moe_intermediate_size": 20, "n_routed_experts": 6, "num_experts_per_tok": 2}
+GLM_MOE |= {"n_shared_experts": 1}
+
 # name -> (config class, model class, arguments of the config); the first of a family has its bare name.
 CASES: dict[str, tuple[str, str, dict[str, Any]]] = {
     "llama": ("LlamaConfig", "LlamaForCausalLM", LLAMA),
@@ -359,6 +364,14 @@ CASES: dict[str, tuple[str, str, dict[str, Any]]] = {
         "Ernie4_5ForCausalLM",
         LLAMA | {"head_dim": 12, "use_bias": True, "num_key_value_heads": 1, "rope_scaling": LLAMA3},
     ),
+    "ernie4.5-moe": ("Ernie4_5_MoeConfig", "Ernie4_5_MoeForCausalLM", ERNIE_MOE),
+    "ernie4.5-moe-dense-layers": (
+        "Ernie4_5_MoeConfig",
+        "Ernie4_5_MoeForCausalLM",
+        ERNIE_MOE
+        | {"num_hidden_layers": 4, "moe_layer_start_index": 0, "moe_layer_end_index": 2, "moe_layer_interval": 2}
+        | {"moe_num_shared_experts": 0, "moe_k": 3, "tie_word_embeddings": True},
+    ),
     "exaone4": (
         "Exaone4Config",
         "Exaone4ForCausalLM",
@@ -370,6 +383,22 @@ CASES: dict[str, tuple[str, str, dict[str, Any]]] = {
         LLAMA | {"sliding_window": None, "layer_types": ["full_attention"] * 2, "rope_scaling": LLAMA3},
     ),
     "glm": ("GlmConfig", "GlmForCausalLM", LLAMA | {"head_dim": 16}),
+    "glm4-moe": ("Glm4MoeConfig", "Glm4MoeForCausalLM", GLM_MOE | {"head_dim": 16, "routed_scaling_factor": 1.8}),
+    "glm4-moe-norms": (
+        "Glm4MoeConfig",
+        "Glm4MoeForCausalLM",
+        GLM_MOE
+        | {"head_dim": 12, "use_qk_norm": True, "attention_bias": True, "norm_topk_prob": False}
+        | {"first_k_dense_replace": 0, "n_shared_experts": 2, "partial_rotary_factor": 1.0},
+    ),
+    "dots1": ("Dots1Config", "Dots1ForCausalLM", GLM_MOE | {"head_dim": 8, "first_k_dense_replace": 1}),
+    "dots1-windows": (
+        "Dots1Config",
+        "Dots1ForCausalLM",
+        GLM_MOE
+        | {"sliding_window": 24, "max_window_layers": 1, "norm_topk_prob": True, "attention_bias": True}
+        | {"n_shared_experts": 2, "routed_scaling_factor": 2.5, "num_experts_per_tok": 6},
+    ),
     "glm4": ("Glm4Config", "Glm4ForCausalLM", LLAMA | {"head_dim": 16}),
     "glm4-whole-heads": (
         "Glm4Config",
@@ -439,7 +468,17 @@ SEEING: dict[str, tuple[str, str, dict[str, Any]]] = {
     ),
     "voxtral": _seeing("Voxtral", LLAMA | {"model_type": "llama"}, AUDIO, "audio"),
 }
-WITH_EXPERTS = ("mixtral", "qwen2-moe", "qwen3-moe", "gpt-oss", "olmoe", "granitemoe")
+WITH_EXPERTS = (
+    "mixtral",
+    "qwen2-moe",
+    "qwen3-moe",
+    "gpt-oss",
+    "olmoe",
+    "granitemoe",
+    "glm4-moe",
+    "ernie4.5-moe",
+    "dots1",
+)
 FAMILIES = (
     "llama",
     "mistral",
@@ -475,6 +514,9 @@ def build_theirs(name: str) -> Any:
     for parameter_name, parameter in model.named_parameters():
         if parameter.dim() == 1 or parameter_name.endswith("_bias"):
             parameter.normal_(1.0 if parameter_name.endswith("weight") else 0.0, 0.2)
+    for buffer_name, buffer in model.named_buffers():
+        if buffer_name.endswith("_bias"):
+            buffer.normal_(0.0, 0.2)
     return model
 
 

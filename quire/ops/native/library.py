@@ -23,7 +23,7 @@ from quire.errors import ConfigError
 
 logger = logging.getLogger(__name__)
 
-ABI_VERSION = 35  # as quire_abi_version() in csrc/api.cpp
+ABI_VERSION = 36  # as quire_abi_version() in csrc/api.cpp
 # A checkout's library is its developer's to build: silently slower would fool every measurement.
 _IS_CHECKOUT = (Path(__file__).parents[3] / "csrc").is_dir()
 _REMEDY = "run `make native` in a checkout, else reinstall Quire"

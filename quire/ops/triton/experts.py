@@ -12,7 +12,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from quire.ops.experts import Experts
+from quire.ops.experts import LEAST_SUM, Experts, Routing
 from quire.ops.experts import mix as reference
 from quire.ops.triton.common import begin_kernel, launch, narrow
 from quire.ops.triton.linear import NEIGHBOURS, finish, multiply, place
@@ -20,6 +20,7 @@ from quire.ops.triton.quantized import CODES, group_of
 from quire.ops.triton.tiles import choose, processors
 
 _COLUMNS = 1024  # of a program that adds up answers
+_LOWEST, _LEAST_SUM = tl.constexpr(-1e30), tl.constexpr(LEAST_SUM)
 TYPES = {
     torch.float32: tl.float32,
     torch.float16: tl.float16,
@@ -31,21 +32,30 @@ TYPES = {
 
 
 @triton.jit
-def _route(scores, weights, chosen, count, TOP_K: tl.constexpr, RENORMALIZE: tl.constexpr, BLOCK: tl.constexpr):
+def _route(
+    scores, weights, chosen, bias, count, factor,
+    TOP_K: tl.constexpr, RENORMALIZE: tl.constexpr, BY_SIGMOID: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
     begin_kernel()
     row = tl.program_id(0).to(tl.int64)
     experts = tl.arange(0, BLOCK)
     wide = tl.load(scores + row * count + experts, experts < count, other=-float("inf")).to(tl.float32)
-    wide = tl.exp(wide - tl.max(wide, 0))
-    shares = tl.div_rn(wide, tl.sum(wide, 0))
-    left = tl.where(experts < count, tl.where(shares == shares, shares, 0.0), -1.0)  # of NaN, too, so many are chosen
+    if BY_SIGMOID:
+        shares = tl.div_rn(1.0, 1.0 + tl.exp(-wide))
+    else:
+        wide = tl.exp(wide - tl.max(wide, 0))
+        shares = tl.div_rn(wide, tl.sum(wide, 0))
+    left = shares if bias is None else shares + tl.load(bias + experts, experts < count, other=0.0)
+    left = tl.where(left == left, left, 0.0)  # of NaN, too, so many are chosen
+    left = tl.where(experts < count, tl.maximum(left, _LOWEST), -float("inf"))
     taken = tl.zeros((BLOCK,), tl.int32)
     for _ in range(TOP_K):
         best = tl.min(tl.where(left == tl.max(left, 0), experts, BLOCK), 0)
         taken = tl.where(experts == best, 1, taken)
-        left = tl.where(experts == best, -2.0, left)
+        left = tl.where(experts == best, -float("inf"), left)
     if RENORMALIZE:
-        shares = tl.div_rn(shares, tl.sum(tl.where(taken > 0, shares, 0.0), 0))
+        shares = tl.div_rn(shares, tl.maximum(tl.sum(tl.where(taken > 0, shares, 0.0), 0), _LEAST_SUM))
+    shares *= factor
     places = row * TOP_K + tl.cumsum(taken, 0) - 1
     tl.store(weights + places, shares, taken > 0)
     tl.store(chosen + places, experts, taken > 0)
@@ -101,13 +111,15 @@ def _add_up(answers, weights, out, size, TOP_K: tl.constexpr, BLOCK: tl.constexp
     tl.store(out + row * size + columns, total, columns < size)
 
 
-def route(scores: Tensor, top_k: int, renormalize: bool) -> tuple[Tensor, Tensor]:
+def route(scores: Tensor, routing: Routing) -> tuple[Tensor, Tensor]:
     """As `quire.ops.route`, each token's experts in the order of their numbers."""
-    num_rows, count = scores.shape
+    (num_rows, count), top_k = scores.shape, routing.top_k
     weights = torch.empty(num_rows, top_k, dtype=torch.float32, device=scores.device)
     chosen = torch.empty(num_rows, top_k, dtype=torch.int32, device=scores.device)
-    told = {"TOP_K": top_k, "RENORMALIZE": renormalize, "BLOCK": triton.next_power_of_2(count)}
-    launch(_route, (num_rows,), scores.contiguous(), weights, chosen, count, **told, num_warps=1)
+    told = {"TOP_K": top_k, "RENORMALIZE": routing.renormalize, "BY_SIGMOID": routing.by_sigmoid}
+    told |= {"BLOCK": triton.next_power_of_2(count)}
+    given = scores.contiguous(), weights, chosen, routing.bias, count, routing.factor
+    launch(_route, (num_rows,), *given, **told, num_warps=1)
     return weights, chosen
 
 

@@ -43,11 +43,21 @@ def mixture(method: QuantizationMethod, dtype: torch.dtype, routing: Routing, *,
 
 def test_the_first_of_equals_is_chosen() -> None:
     scores = torch.tensor([[0.0, 2.0, 2.0, 2.0], [1.0, 1.0, 1.0, 1.0], [3.0, 0.0, 0.0, 4.0]])
-    weights, experts = ops.route(scores, 2, True)
+    weights, experts = ops.route(scores, Routing(4, 2, True))
     assert experts.tolist() == [[1, 2], [0, 1], [3, 0]]
     torch.testing.assert_close(weights.sum(-1), torch.ones(3))
-    weights, _ = ops.route(scores, 2, False)
+    weights, _ = ops.route(scores, Routing(4, 2, False))
     torch.testing.assert_close(weights, scores.softmax(-1).gather(1, experts))
+
+
+def test_a_bias_chooses_and_does_not_weigh() -> None:
+    scores, bias = torch.tensor([[0.0, 2.0, 1.0, -1.0]]), torch.tensor([0.0, -1.0, 0.0, 0.9])
+    for by_sigmoid, expected in ((True, scores.sigmoid()), (False, scores.softmax(-1))):
+        weights, experts = ops.route(scores, Routing(4, 2, False, by_sigmoid, 2.5, bias))
+        assert experts.tolist() == [[3, 2]]
+        torch.testing.assert_close(weights, 2.5 * expected.gather(1, experts))
+    weights, _ = ops.route(scores - 1000, Routing(4, 2, True, by_sigmoid=True))
+    assert weights.tolist() == [[0.0, 0.0]], "all are 0, and none is NaN"
 
 
 @pytest.mark.parametrize("top_k", [0, 5])

@@ -46,15 +46,18 @@ class Mixture:
         dtype: torch.dtype,
         *,
         renormalize: bool,
-        shared: bool,
+        shared: int,
+        by_sigmoid: bool = False,
+        biased: bool = False,
         owners: ops.Owners | None = None,
         target: Target | None = None,
     ) -> None:
         self.plain = experts_of(count, dtype, lambda dense: dense)
-        self.told: tuple[Any, ...] = top_k, renormalize
+        bias = draw(count, seed=7) if biased else None
+        self.told = (ops.Routing(count, top_k, renormalize, by_sigmoid, 2.5 if by_sigmoid else 1.0, bias),)
         builder = ProgramBuilder(dtype, target)
         x, scores = builder.input(WIDTH), builder.input(count)
-        more = [builder.input(size) for size in [WIDTH, 1] * shared]
+        more = [builder.input(size) for size in [WIDTH, 1][:shared]]
         made = experts_of(count, dtype, lambda dense: packed(dense, TYPE_OF[dtype]))
         if owners is not None:
             made = replace(made, runs={i: made.runs[i] for i in owners.own}, owners=owners)
@@ -71,23 +74,25 @@ class Mixture:
         return out
 
 
-def inputs_of(rows: int, count: int, dtype: torch.dtype, shared: bool) -> list[Tensor]:
-    shapes = [WIDTH, count, *[WIDTH, 1] * shared]
+def inputs_of(rows: int, count: int, dtype: torch.dtype, shared: int) -> list[Tensor]:
+    shapes = [WIDTH, count, *[WIDTH, 1][:shared]]
     return [draw(rows, size, dtype=dtype, seed=90 + i) for i, size in enumerate(shapes)]
 
 
 @each(
     {
-        "shared": [False, True],
+        "shared": [0, 1, 2],
         "renormalize": [False, True],
+        "choice": ["softmax", "sigmoid", "softmax with bias", "sigmoid with bias"],
         "sizes": [(3, 1), (5, 5), (40, 4), (130, 8)],
         "dtype": DTYPES,
     }
 )
 def test_what_torch_makes(
-    level: str, dtype: torch.dtype, sizes: tuple[int, int], renormalize: bool, shared: bool
+    level: str, dtype: torch.dtype, sizes: tuple[int, int], choice: str, renormalize: bool, shared: int
 ) -> None:
-    mixture = Mixture(*sizes, dtype, renormalize=renormalize, shared=shared)
+    how = {"by_sigmoid": "sigmoid" in choice, "biased": "bias" in choice}
+    mixture = Mixture(*sizes, dtype, renormalize=renormalize, shared=shared, **how)
     for rows in (1, 2, 37):
         inputs = inputs_of(rows, sizes[0], dtype, shared)
         expected, found = mixture.expected(*inputs), mixture(*inputs)
@@ -97,8 +102,8 @@ def test_what_torch_makes(
 
 @each({"dtype": DTYPES})
 def test_no_row_has_a_say_in_anothers(level: str, dtype: torch.dtype) -> None:
-    mixture = Mixture(20, 3, dtype, renormalize=True, shared=True)
-    inputs = inputs_of(70, 20, dtype, shared=True)
+    mixture = Mixture(20, 3, dtype, renormalize=True, shared=2)
+    inputs = inputs_of(70, 20, dtype, shared=2)
     together = mixture(*inputs)
     for rows in (slice(0, 1), slice(7, 9), slice(9, 70)):
         assert torch.equal(mixture(*(x[rows].clone() for x in inputs)), together[rows])
@@ -108,9 +113,9 @@ def test_no_row_has_a_say_in_anothers(level: str, dtype: torch.dtype) -> None:
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_ranks_that_share_experts_make_what_one_makes(dtype: torch.dtype, small: bool, tmp_path: Path) -> None:
     """Three ranks, one of them with an expert that nobody chooses; also where a few answers fill their buffers."""
-    starts, inputs = (0, 12, 13, 20), inputs_of(70, 20, dtype, shared=True)
+    starts, inputs = (0, 12, 13, 20), inputs_of(70, 20, dtype, shared=2)
     inputs[1][:, 12] = -100.0
-    expected = Mixture(20, 3, dtype, renormalize=True, shared=True)(*inputs)
+    expected = Mixture(20, 3, dtype, renormalize=True, shared=2)(*inputs)
     path = tmp_path / "group"
     path.write_bytes(bytes(HEAD_BYTES + 2 * 4096 if small else segment_bytes(100)))
 
@@ -118,7 +123,7 @@ def test_ranks_that_share_experts_make_what_one_makes(dtype: torch.dtype, small:
         group = Group(str(path), rank, 3)
         target = Target(default_target().level, rank + 1)  # ranks are threads here; with as many they would take turns
         owners = ops.Owners(group, starts)
-        mixture = Mixture(20, 3, dtype, renormalize=True, shared=True, owners=owners, target=target)
+        mixture = Mixture(20, 3, dtype, renormalize=True, shared=2, owners=owners, target=target)
         group.agree(None)
         return mixture(*inputs)
 
@@ -128,17 +133,17 @@ def test_ranks_that_share_experts_make_what_one_makes(dtype: torch.dtype, small:
 
 
 def test_threads_change_no_bit(level: str) -> None:
-    inputs, found = inputs_of(70, 20, torch.bfloat16, shared=True), list[Tensor]()
+    inputs, found = inputs_of(70, 20, torch.bfloat16, shared=2), list[Tensor]()
     for count in (1, 2, 5):
         with Threads(count):
-            found.append(Mixture(20, 3, torch.bfloat16, renormalize=False, shared=True)(*inputs))
+            found.append(Mixture(20, 3, torch.bfloat16, renormalize=False, shared=2)(*inputs))
     assert all(torch.equal(each, found[0]) for each in found)
 
 
 @each({"dtype": DTYPES})
 def test_of_equals_the_first_is_chosen(level: str, dtype: torch.dtype) -> None:
     """Also of scores that are too far below the best to have a weight."""
-    mixture = Mixture(20, 3, dtype, renormalize=True, shared=False)
+    mixture = Mixture(20, 3, dtype, renormalize=True, shared=0)
     x = draw(4, WIDTH, dtype=dtype)
     scores = torch.zeros(4, 20, dtype=dtype)
     scores[1, 5:] = 2.0
@@ -153,8 +158,8 @@ def test_of_equals_the_first_is_chosen(level: str, dtype: torch.dtype) -> None:
 
 @pytest.mark.parametrize("bad", [torch.nan, torch.inf, -torch.inf])
 def test_numbers_that_are_none_stay_in_their_row(level: str, bad: float) -> None:
-    mixture = Mixture(20, 3, torch.float32, renormalize=True, shared=False)
-    inputs = inputs_of(12, 20, torch.float32, shared=False)
+    mixture = Mixture(20, 3, torch.float32, renormalize=True, shared=0)
+    inputs = inputs_of(12, 20, torch.float32, shared=0)
     whole = mixture(*inputs)
     inputs[1][4] = bad
     inputs[1][7, ::2] = bad
@@ -165,10 +170,10 @@ def test_numbers_that_are_none_stay_in_their_row(level: str, bad: float) -> None
 
 
 def test_an_experts_own_time_and_rows_are_told(level: str) -> None:
-    mixture = Mixture(5, 2, torch.float32, renormalize=True, shared=False)
+    mixture = Mixture(5, 2, torch.float32, renormalize=True, shared=0)
     mixture.program.spent()
     for rows in (1, 9):
-        mixture(*inputs_of(rows, 5, torch.float32, shared=False))
+        mixture(*inputs_of(rows, 5, torch.float32, shared=0))
     spent = mixture.program.spent()
     plain, inner = ([each for each in spent if each.inner is own] for own in (False, True))
     assert [(each.op, each.calls, each.rows) for each in plain] == [(op, 2, 10) for op in ("route", "experts", "mix")]
@@ -191,8 +196,8 @@ def test_matrices_of_several_types_are_an_expert_like_others(level: str) -> None
     plain, builder = experts_of(9, torch.float32, lambda dense: dense), ProgramBuilder(torch.float32)
     x, scores = builder.input(WIDTH), builder.input(9)
     given: Any = recorded(x), recorded(scores), []
-    made: Any = ops.mixture(*given, 2, True, experts_of(9, torch.float32, pack))
-    inputs = inputs_of(11, 9, torch.float32, shared=False)
+    made: Any = ops.mixture(*given, ops.Routing(9, 2, True), experts_of(9, torch.float32, pack))
+    inputs = inputs_of(11, 9, torch.float32, shared=0)
     out = torch.empty_like(inputs[0])
     builder.finish(made).run([*inputs, out])
-    torch.testing.assert_close(out, ops.mixture(*inputs, [], 2, True, plain), rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(out, ops.mixture(*inputs, [], ops.Routing(9, 2, True), plain), rtol=1e-4, atol=1e-5)

@@ -122,6 +122,7 @@ def every_kernel() -> None:
         for rows in (1, 64):
             mlps[0](x[:rows], None)
         MixtureOfExperts(Routing(8, 2, True), gate, mlps)(x[:3], Step(torch.arange(3)))
+        ops.route(gate(x[:3], wide=True), Routing(8, 2, True, True, 2.5, torch.zeros(8)))
 
 
 def every_attention() -> None:

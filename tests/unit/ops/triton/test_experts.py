@@ -1,6 +1,7 @@
 """Mixtures of experts: the kernels against torch, one token at a time, and each token by itself."""
 
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -60,19 +61,23 @@ def mixture(
     return MixtureOfExperts(Routing(count, 2, True), linear(size, count, 99, Unquantized()), mlps).to(device)
 
 
+@pytest.mark.parametrize("biased", [False, True])
+@pytest.mark.parametrize("by_sigmoid", [False, True])
 @pytest.mark.parametrize("renormalize", [False, True])
 @pytest.mark.parametrize("count", [4, 60])
-def test_route(installed: str, count: int, renormalize: bool) -> None:
+def test_route(installed: str, count: int, renormalize: bool, by_sigmoid: bool, biased: bool) -> None:
     scores = (draw(9, count) * 2).to(torch.bfloat16).to(installed)
-    weights, chosen = ops.route(scores, 3, renormalize)
-    expected, experts = ops.route.reference(scores, 3, renormalize)
+    bias = draw(count, seed=3).to(installed) if biased else None
+    routing = Routing(count, 3, renormalize, by_sigmoid, 2.5 if by_sigmoid else 1.0, bias)
+    weights, chosen = ops.route(scores, routing)
+    expected, experts = ops.route.reference(scores, routing)
     experts, order = experts.sort()
     assert torch.equal(chosen.long(), experts)
     torch.testing.assert_close(weights, expected.gather(1, order), rtol=1e-5, atol=1e-6)
-    equal = torch.zeros(1, count, device=installed)
-    assert ops.route(equal, 3, renormalize)[1].tolist() == [[0, 1, 2]]
-    equal[0, 2] = torch.nan
-    weights, chosen = ops.route(equal, 3, renormalize)
+    equal, routing = torch.zeros(1, count, device=installed), replace(routing, bias=None)
+    assert ops.route(equal, routing)[1].tolist() == [[0, 1, 2]]
+    equal[0, :] = torch.nan
+    weights, chosen = ops.route(equal, routing)
     assert weights.isnan().all()
     assert chosen.tolist() == [[0, 1, 2]]
 
@@ -104,7 +109,7 @@ def test_mix(installed: str, kind: str | None, dtype: torch.dtype, count: int) -
     whole = run(x)
     for start, stop in ((0, 1), (1, 3), (20, 40)):
         assert torch.equal(run(x[start:stop]), whole[start:stop])
-    weights, chosen = ops.route(moe.gate(x), 2, True)
+    weights, chosen = ops.route(moe.gate(x), moe.routing)
     expected = ops.mix.reference(x, weights, chosen.long(), moe._all)  # of the same products, by kernels
     rounding = {torch.float32: 1e-6, torch.bfloat16: 1e-2, torch.float16: 1e-3}[dtype]
     torch.testing.assert_close(whole.float(), expected, rtol=rounding, atol=rounding)
