@@ -9,7 +9,8 @@ from functools import partial
 
 from quire.config.model import ModelConfig
 from quire.errors import ModelLoadError
-from quire.models.llama import LlamaShape, biases, mixture
+from quire.models.llama import LlamaShape, biases
+from quire.models.mixtures import mixture
 from quire.models.settings import number
 from quire.models.stacked import cut_experts
 from quire.models.weights import CheckpointFormat

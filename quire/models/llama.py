@@ -19,7 +19,6 @@ from torch import Tensor, nn
 from quire.attention.base import AttentionSpec
 from quire.config.model import ModelConfig
 from quire.errors import ModelLoadError
-from quire.layers.moe import Routing
 from quire.layers.norm import Norm
 from quire.layers.rotary import RopeParameters, rope_table
 from quire.models.builder import AttentionForm, Builder
@@ -194,30 +193,6 @@ def plain_mlp(config: ModelConfig, activation: str, bias: bool, key: str = "hidd
     size, inner = config.hidden_size, config.intermediate_size
     activation = str(config.hf_config.get(key, activation))
     return lambda index, builder: builder.mlp(size, inner, activation=activation, bias=bias)
-
-
-def mixture(
-    config: ModelConfig,
-    routing: Routing | bool = True,
-    inner_size: int = 0,
-    is_plain: Callable[[int], bool] = lambda index: False,
-    **others: Any,
-) -> FeedForward:
-    """A mixture of experts in each layer, which are as wide as a plain MLP where there is no `inner_size`.
-
-    Args:
-        routing: or whether the usual one, by softmax, divides weights by their sum.
-        is_plain: whether a layer has a plain MLP instead.
-        others: what `Builder.experts` takes besides, of which the activation is config.json's where it is not there.
-    """
-    if isinstance(routing, bool):
-        num_experts = count(config, "num_local_experts", count(config, "num_experts", 8))
-        routing = Routing(num_experts, count(config, "num_experts_per_tok", 2), routing)
-    others.setdefault("activation", str(config.hf_config.get("hidden_act") or "silu"))
-    sizes, plain = (config.hidden_size, inner_size or config.intermediate_size), gated_mlp(config)
-    return lambda index, builder: (
-        plain(index, builder) if is_plain(index) else builder.experts(*sizes, routing, **others)
-    )
 
 
 def llama_attention(config: ModelConfig, rope: Tensor | None) -> AttentionSpec:

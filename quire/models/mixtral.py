@@ -1,7 +1,8 @@
 """Mixtral (arXiv:2401.04088): Mistral with a mixture of experts in place of each MLP."""
 
 from quire.config.model import ModelConfig
-from quire.models.llama import LlamaShape, mixture
+from quire.models.llama import LlamaShape
+from quire.models.mixtures import mixture
 from quire.models.weights import CheckpointFormat
 
 FORMAT = CheckpointFormat(
