@@ -79,7 +79,8 @@ def test_adapters(name: str, kernels: str, tmp_path: Path, serve: Serve) -> None
         past.update(keys[None], values[None], layer)
     found = answer(llm, prompt_adapter_request=PromptAdapterRequest("prefix", 2, str(path), len(rows)))
     check(found, theirs, past_key_values=past)
-    linears = {n: m for n, m in theirs.named_modules() if isinstance(m, torch.nn.Linear) and ".layers." in n}
+    changes = [(n, m) for n, m in theirs.named_modules() if isinstance(m, torch.nn.Linear) or n.endswith(".mlp.gate")]
+    linears = {name: module for name, module in changes if ".layers." in name}
     factors = loras.factors({n: tuple(m.weight.shape) for n, m in linears.items()}, 3, 1, 0.3)
     path = loras.write_adapter(tmp_path / "lora", factors, 3)
     for module, linear in linears.items():
