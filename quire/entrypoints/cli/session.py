@@ -101,7 +101,7 @@ def set_parameter(given: dict[str, Any], name: str, text: str) -> None:
         read = {name: [text] if name == "stop" else text} if text else {}
         value = getattr(msgspec.convert(read, SamplingParams, strict=False), name)
     except msgspec.ValidationError as error:
-        raise InvalidRequestError(f"{name} can't be {text!r}: {error}.") from None
+        raise InvalidRequestError(f"{name} can't be {text!r}: {str(error).rstrip('.')}.") from None
     given.pop(name, None)
     given.update({name: value} if text else {})
 
