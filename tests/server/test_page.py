@@ -419,6 +419,38 @@ def test_the_models_of_a_server_are_a_table(browser: Browser, tmp_path: Path) ->
     browser.complaints()  # the server is gone
 
 
+def test_a_server_that_comes_back_with_another_model_is_asked_for_that_one(browser: Browser) -> None:
+    port = free_port()
+    with serving(port, "--served-model-name", "first"):
+        load(browser, f"http://127.0.0.1:{port}/")
+    browser.wait("$('status').dataset.state === 'gone'")
+    with serving(port, "--served-model-name", "second"):
+        browser.wait("document.title === 'second · Quire' && $('p-model').value === 'second'")
+        ask(browser, "Hello")
+        assert answer(browser)
+    browser.complaints()  # the server was gone
+
+
+def test_a_reload_shows_the_engine_of_the_model_that_was_chosen(browser: Browser, tmp_path: Path) -> None:
+    (tmp_path / "other").symlink_to(resolve_model_path("demo"))
+    port = free_port()
+    with serving(port, "--models-dir", str(tmp_path)):
+        is_loaded = "document.readyState === 'complete' && $('p-model').value && !$('models').hidden"
+        browser.call("Page.navigate", url=f"http://127.0.0.1:{port}/")
+        browser.wait(is_loaded)
+        for model in ("demo", "other"):  # both are loaded
+            browser.run(f"chooseModel('{model}'); keepChoices()")
+            count = browser.run("turns.chat.length")
+            ask(browser, "Hello")
+            browser.wait(f"turns.chat.length > {count}")
+            assert answer(browser)
+        browser.call("Page.reload")
+        browser.wait(is_loaded)
+        assert browser.run("$('p-model').value") == "other"
+        browser.wait("stream.url.endsWith('?model=other') && $('status').dataset.state === 'live'")
+    browser.complaints()  # the server is gone
+
+
 @pytest.mark.parametrize("scheme", ["light", "dark"])
 def test_the_docs_show_every_route(browser: Browser, server: str, scheme: str) -> None:
     browser.call("Emulation.setEmulatedMedia", features=[{"name": "prefers-color-scheme", "value": scheme}])

@@ -155,7 +155,11 @@ function connect() {
   clearTimeout(retry);
   stream?.close();
   stream = new EventSource(at(several ? `live?model=${encodeURIComponent($("p-model").value)}` : "live"));
-  stream.addEventListener("history", (event) => { seconds = flatten(JSON.parse(event.data).seconds); drawCharts(); });
+  stream.addEventListener("history", (event) => {
+    if (latest && !several) listModels(); // the server may be another one than before
+    seconds = flatten(JSON.parse(event.data).seconds);
+    drawCharts();
+  });
   stream.addEventListener("snapshot", (event) => { heard = Date.now(); say("live", "Live"); show(JSON.parse(event.data)); });
   stream.addEventListener("ended", (event) => again(upper(JSON.parse(event.data).message)));
   stream.addEventListener("error", () => again("Server gone, trying again"));

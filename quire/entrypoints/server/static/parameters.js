@@ -73,6 +73,7 @@ async function listModels() {
   try {
     const answer = await fetch(at("v1/models")), models = (await answer.json()).data;
     const chosen = models.find((model) => model.id === ($("p-model").value || wantedModel)) ?? models[0];
+    const before = several;
     several = Boolean(chosen.state);
     $("p-model").replaceChildren(...models.map(({ id, state }) => Object.assign(make("option", "", state ? `${id} (${state})` : id), { value: id })));
     $("p-model").value = chosen.id;
@@ -82,6 +83,7 @@ async function listModels() {
     document.title = `${id} · Quire`;
     $("models").hidden = !several;
     if (several) showModels(models);
+    if (several && !before) connect(); // to the engine of this one, which need not be the first
     if (several) setTimeout(listModels, 2000);
   } catch { setTimeout(listModels, 3000); }
 }
