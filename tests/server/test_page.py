@@ -473,6 +473,22 @@ def test_the_docs_show_every_route(browser: Browser, server: str, scheme: str) -
     browser.call("Emulation.setEmulatedMedia", features=[])
 
 
+def test_the_docs_work_with_a_key_below_a_path(browser: Browser) -> None:
+    port = free_port()
+    with serving(port, "--api-key", "sesame", "--root-path", "/llm"):
+        browser.call("Page.navigate", url=f"http://user:sesame@127.0.0.1:{port}/llm/docs")
+        browser.wait("document.querySelectorAll('section').length")
+        browser.run("globalThis.tried = document.getElementById('post/v1/completions')")
+        browser.run("tried.querySelector('button.main').click()")
+        browser.wait("tried.querySelector('.state').textContent.startsWith('200')")
+        bearer = '-H "Authorization: Bearer $QUIRE_API_KEY"'
+        url = f"curl http://127.0.0.1:{port}/llm/v1"
+        assert browser.run("curl('get', '/v1/models', '')") == f"{url}/models {bearer}"
+        assert f"{url}/completions {bearer}" in browser.run("curl('post', '/v1/completions', '{}')")
+        assert browser.run("curl('get', '/health', '')") == f"curl http://127.0.0.1:{port}/llm/health"
+        assert browser.complaints() == []
+
+
 def test_thoughts_are_folded_and_calls_get_results(page: Browser) -> None:
     """A server of the page's own making, so that the model says just this."""
     page.run("""{
