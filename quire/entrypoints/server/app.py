@@ -115,7 +115,8 @@ def _meant_path(request: Request) -> str | None:
     given = route_path(request.scope)
     if len(given) <= _LONGEST_GUESSED and (near := get_close_matches(given, known, n=1, cutoff=0.8)):
         return near[0]
-    parts = [part for part in given.split("/") if part]
+    # What is cut off is no part of a route: a path may have tens of thousands of parts.
+    parts = [part for part in given[-_LONGEST_GUESSED:].split("/") if part]
     tails = ("/" + "/".join(parts[start:]) for start in range(len(parts)))
     return next((path for tail in tails for path in (tail, f"/v1{tail}") if path in known), None)
 

@@ -97,7 +97,8 @@ def decode_object(body: bytes) -> dict[str, Any]:
     if not isinstance(value, dict):
         raise InvalidRequestError(f"the body must be a JSON object; it is {_NAMES.get(type(value), 'a number')}.")
     # 16.0 is an integer of JSON's, and what clients of languages with one kind of number write.
-    return value | {name: int(given) for name, given in value.items() if type(given) is float and given.is_integer()}
+    floats = {name: given for name, given in value.items() if type(given) is float and abs(given) < 2**64}
+    return value | {name: int(given) for name, given in floats.items() if given.is_integer()}
 
 
 _NAMES = {list: "a list", str: "a string", bool: "true or false", type(None): "null"}

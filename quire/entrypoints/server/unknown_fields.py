@@ -25,7 +25,7 @@ _LONGEST_NAME = 40  # characters
 def unknown_fields(body: BaseModel) -> list[str]:
     """Names of the fields that the body's model, or that of an object in it, does not have."""
     names = list(body.model_extra or ())
-    for name in sorted(body.model_fields_set):
+    for name in sorted(body.model_fields_set & type(body).model_fields.keys()):  # without those, which may be a million
         value = getattr(body, name)
         if isinstance(value, BaseModel):
             names += [f"{name}.{inner}" for inner in value.model_extra or ()]

@@ -2,6 +2,7 @@
 
 import gzip
 import json
+import time
 from collections.abc import Callable
 from typing import Any
 
@@ -54,6 +55,7 @@ def test_whole_numbers_are_integers_however_they_are_written(client: TestClient)
         assert (taken.status_code, refused.status_code, refused.json()["error"]["param"]) == (200, 400, field)
     assert decode_object(b'{"a": 1.0, "b": [1.0], "c": true, "d": 0.5}') == {"a": 1, "b": [1.0], "c": True, "d": 0.5}
     assert type(decode_object(b'{"a": 1.0}')["a"]) is int
+    assert type(decode_object(b'{"a": 1e300}')["a"]) is float, "an integer takes long to be made"
     huge = json.dumps(asked | {"max_tokens": 1e300})
     error = client.post("/v1/completions", content=huge, headers=JSON).json()["error"]
     assert (error["param"], len(error["message"]) < 300) == ("max_tokens", True)
@@ -159,6 +161,13 @@ def test_a_misspelt_route_is_told_the_right_one(client: TestClient, path: str, m
     answer = client.post(path, json={})
     assert (answer.status_code, f"did you mean {meant}?" in answer.text) == (404, True), answer.text
     assert "did you mean" not in client.post(path + "x" * 5000, json={}).text
+
+
+def test_a_path_of_many_parts_is_refused_at_once(client: TestClient) -> None:
+    start = time.perf_counter()
+    assert client.get("/a" * 30_000).status_code == 404
+    assert "did you mean /v1/completions?" in client.get("/a" * 30_000 + "/v1/completions").text
+    assert time.perf_counter() - start < 2.0, "it took seconds, for all others, too"
 
 
 def test_routes_of_what_models_here_do_not_do_say_so(client: TestClient) -> None:

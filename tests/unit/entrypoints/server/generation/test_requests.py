@@ -12,6 +12,7 @@ from pydantic import ValidationError
 
 from quire.entrypoints.server.chat_request import ChatCompletionRequest
 from quire.entrypoints.server.completion_request import CompletionRequest
+from quire.entrypoints.server.unknown_fields import unknown_fields
 
 COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
 USER = [{"role": "user", "content": "Hi"}]
@@ -352,6 +353,13 @@ def test_unknown_fields_cannot_fill_the_log(client: TestClient, caplog: pytest.L
         client.post(COMPLETIONS, json=PLAIN[COMPLETIONS] | dict.fromkeys(names[start : start + 20], 1))
     assert len(caplog.records) <= 51
     assert all(len(message) < 500 for message in caplog.messages)
+
+
+def test_a_million_unknown_fields_are_not_looked_at_one_by_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    body, asked = CompletionRequest.model_validate({"prompt": "Hi"} | {f"x{i}": 1 for i in range(1000)}), list[str]()
+    monkeypatch.setattr(CompletionRequest, "__getattr__", lambda _, name: asked.append(name), raising=False)
+    assert len(unknown_fields(body)) == 1000
+    assert not asked
 
 
 def test_refusals_in_a_stream_are_plain(client: TestClient) -> None:
