@@ -101,6 +101,7 @@ def conversation_of(messages: Sequence[dict[str, Any]], param: str, call: str, r
     """
     names: dict[str, str] = {}
     turns: list[dict[str, Any]] = []
+    joined: dict[int, list[str]] = {}  # place of a turn -> the texts that its content is put together from, at the end
     told = False  # the last thing was the system's, in a user's turn
     for message in messages:
         names |= {one["id"]: one["function"]["name"] for one in message.get("tool_calls", ())}
@@ -110,10 +111,13 @@ def conversation_of(messages: Sequence[dict[str, Any]], param: str, call: str, r
             message["name"] = names[call_id]
         is_systems = message["role"] in ("system", "developer")
         if turns and (turns[-1]["role"] != "assistant" if is_systems else told and message["role"] == "user"):
-            turns[-1]["content"] = "\n\n".join(filter(None, (content_text(m["content"]) for m in (turns[-1], message))))
+            texts = joined.setdefault(len(turns) - 1, [content_text(turns[-1]["content"])])
+            texts.append(content_text(message["content"]))
         else:
             turns.append({**message, "role": "user"} if is_systems and turns else message)
         told = is_systems and turns[-1]["role"] == "user"
+    for place, texts in joined.items():
+        turns[place]["content"] = "\n\n".join(filter(None, texts))
     return turns
 
 

@@ -119,6 +119,8 @@ def messages_of(items: Sequence[Item], instructions: str | None) -> list[dict[st
             messages.append({"role": item["role"], "content": _content(item["content"])})
         else:
             messages.append({"role": "tool", "tool_call_id": item["call_id"], "content": _content(item["output"])})
+    for message in (message for message in messages if "reasoning_content" in message):
+        message["reasoning_content"] = "\n".join(filter(None, message["reasoning_content"]))
     return conversation_of(messages, "input", "function_call", "function_call_output")
 
 
@@ -132,7 +134,7 @@ def without_oldest(items: Sequence[Item], num_out: int) -> list[Item]:
 def _add_to_turn(turn: dict[str, Any], item: Item) -> None:
     if item["type"] == "reasoning":
         thought = "\n".join(part["text"] for part in item["content"] or item["summary"])
-        turn["reasoning_content"] = "\n".join(filter(None, (turn.get("reasoning_content"), thought)))
+        turn.setdefault("reasoning_content", []).append(thought)
     elif item["type"] == "message":
         turn["content"] = _content(item["content"])
     else:
@@ -193,8 +195,7 @@ def _tool(tool: Item, where: str) -> dict[str, Any]:
     if (kind := tool.get("type")) != "function":
         raise InvalidRequestError(f"{where}: tools of the type {kind!r:.80} are not there, only functions.", where)
     field_text(tool, "name", where)
-    given = tool | {"name": flat_name(tool)}
-    fields = ("name", "description", "parameters", "strict")
+    given, fields = tool | {"name": flat_name(tool)}, ("name", "description", "parameters", "strict")
     return {"type": "function", "function": {f: given[f] for f in fields if given.get(f) is not None}}
 
 
