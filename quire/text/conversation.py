@@ -48,14 +48,14 @@ class Conversation(msgspec.Struct, frozen=True, kw_only=True):
         options = msgspec.structs.asdict(self)
         messages, _ = options.pop("messages"), options.pop("chat_template")
         try:
-            return msgspec.msgpack.encode(Job(template, tokenizer.special_tokens_map, messages, options))
-        except Exception:  # types of client libraries, or no JSON at all: a slower look finds out
-            options = {name: to_plain(value, name) for name, value in options.items()}
-            if isinstance(messages, list | tuple):
-                messages = [to_plain(message, f"messages[{place}]") for place, message in enumerate(messages)]
-            else:
-                messages = to_plain(messages, "messages")
-        try:
+            try:
+                return msgspec.msgpack.encode(Job(template, tokenizer.special_tokens_map, messages, options))
+            except TypeError:  # types of client libraries, or no JSON at all: a slower look finds out
+                options = {name: to_plain(value, name) for name, value in options.items()}
+                if isinstance(messages, list | tuple):
+                    messages = [to_plain(message, f"messages[{place}]") for place, message in enumerate(messages)]
+                else:
+                    messages = to_plain(messages, "messages")
             return msgspec.msgpack.encode(Job(template, tokenizer.special_tokens_map, messages, options))
         except UnicodeEncodeError:
             reason = "hold a lone surrogate (U+D800 to U+DFFF), which no text can; drop it"

@@ -91,6 +91,14 @@ def test_what_travels() -> None:
     assert job.options["add_generation_prompt"] is True
 
 
+def test_what_is_json_is_looked_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    looked_at = list[Any]()
+    monkeypatch.setattr("quire.text.conversation.to_plain", lambda value, where: looked_at.append(where))
+    for wrong in ("\ud800", 1 << 70):  # after millions of others, which an event loop has no time for
+        refused(messages=[USER], chat_template_kwargs={"x": wrong})
+    assert not looked_at
+
+
 def test_what_can_not_travel() -> None:
     error = refused(messages=[USER, {"role": "user", "content": object()}])
     assert "messages[1] holds a object" in str(error)
