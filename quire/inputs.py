@@ -4,7 +4,7 @@ Everything that takes requests knows these types. Only `engine.input_processor` 
 proof: nobody looks at its tokens or its parameters again.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TypedDict
 
 from quire.errors import InvalidRequestError
@@ -39,6 +39,7 @@ class PreparedPrompt:
         params: the engine's own copy; they suit the model.
         cache_salt: cached prefixes are shared only with requests of the same salt.
         pools: one vector is wanted, and no tokens.
+        bad_words: token ids of the parameters' own, in each of their spellings.
     """
 
     token_ids: list[int]
@@ -46,6 +47,7 @@ class PreparedPrompt:
     params: SamplingParams
     cache_salt: str | None = None
     pools: bool = False
+    bad_words: list[list[int]] = field(default_factory=list)
 
 
 def bad_prompt(message: str) -> InvalidRequestError:

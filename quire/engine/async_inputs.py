@@ -44,7 +44,8 @@ class AsyncInputs:
         self, prompt: PromptType, params: SamplingParams | PoolingParams, add_special_tokens: bool = True
     ) -> PreparedPrompt:
         """`InputProcessor.prepare`."""
-        parts = prompt.values() if isinstance(prompt, dict) else [prompt]
+        parts = [*prompt.values()] if isinstance(prompt, dict) else [prompt]
+        parts += getattr(params, "bad_words", None) or ()
         size = sum(len(part) for part in parts if isinstance(part, str | list))
         return await self._encode(size, lambda: self.processor.prepare(prompt, params, add_special_tokens))
 

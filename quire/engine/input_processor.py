@@ -9,7 +9,7 @@ import hashlib
 import time
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cached_property, lru_cache
 from typing import Any
 
 import msgspec
@@ -56,6 +56,7 @@ class InputProcessor:
         self._calls_functions = is_engine_here and not config.args.has_processes
         self.policy = config.scheduler.policy
         self.adapters = AdapterBook(config.args)
+        self._bad_words = lru_cache(4)(self._find_bad_words)  # a request's prompts have the same
 
     def prepare(
         self, prompt: PromptType, params: SamplingParams | PoolingParams, add_special_tokens: bool = True
@@ -97,7 +98,7 @@ class InputProcessor:
         token_ids = token_ids if keep is None else token_ids[-(keep if keep > 0 else limit - (not pools)) :]
         if len(token_ids) >= limit + pools:
             raise prompt_too_long(len(token_ids), limit, pools)
-        return PreparedPrompt(token_ids, text, params, cache_salt, pools)
+        return PreparedPrompt(token_ids, text, params, cache_salt, pools, self._bad_words(*params.bad_words))
 
     def process(
         self,
@@ -145,7 +146,7 @@ class InputProcessor:
             stop_token_ids=frozenset(params.stop_token_ids).union(eos_token_ids),
             eos_token_id=eos_token_ids[0] if eos_token_ids else None,
             seed=self._seed(request_id) if params.seed is None else params.seed,
-            bad_words_token_ids=self._bad_words(params.bad_words),
+            bad_words_token_ids=prompt.bad_words,
             has_grammar=params.structured_outputs is not None,
         )
         facts = msgspec.structs.asdict(terms) | {"arrival_time": arrival, "cache_salt": prompt.cache_salt}
@@ -199,7 +200,7 @@ class InputProcessor:
         assert self._tokenizer is not None, "a text without a tokenizer was refused above"
         return max(map(len, self._tokenizer.get_vocab()))
 
-    def _bad_words(self, words: list[str]) -> list[list[int]]:
+    def _find_bad_words(self, *words: str) -> list[list[int]]:
         """Each word's token ids, as it stands after nothing and after a space."""
         found: list[list[int]] = []
         for word in words:

@@ -16,6 +16,7 @@ from quire.engine.async_inputs import AsyncInputs
 from quire.engine.tokenizer import config_tokenizer
 from quire.errors import InvalidRequestError
 from quire.lora.request import LoRARequest
+from quire.sampling_params import SamplingParams
 
 MESSAGES = [{"role": "user", "content": "Hi"}]
 CONFIG = EngineArgs(model="demo").resolve()
@@ -68,6 +69,33 @@ def test_long_encodings_hold_up_no_chat(monkeypatch: pytest.MonkeyPatch) -> None
             assert held.num_begun <= 1, "they wait for one another"
             held.go_on.set()
             assert all(await asyncio.gather(*long))
+
+    run(main())
+
+
+def test_bad_words_are_encoded_once_for_all_prompts_and_hold_up_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def main() -> None:
+        tokenizer = config_tokenizer(CONFIG)
+        assert tokenizer is not None
+        encode, encoding = tokenizer.encode, list[int]()
+
+        def noted(text: str, add_special_tokens: bool) -> list[int]:
+            if len(text) > 1:
+                encoding.append(threading.get_ident())
+            return encode(text, add_special_tokens)
+
+        monkeypatch.setattr(tokenizer, "encode", noted)
+        made = AsyncInputs(CONFIG, tokenizer)
+        try:
+            params = SamplingParams(bad_words=[f"{number} word" * 100 for number in range(100)])
+            prompts = [await made.prepare("a", params.clone()) for _ in range(5)]
+            requests = [made.processor.process("x", prompt, None, None, 0.0).request for prompt in prompts]
+        finally:
+            made.close()
+        assert (len(encoding), threading.get_ident() in encoding) == (200, False)
+        words = [request.task.bad_words_token_ids for request in requests]
+        assert len(words[0]) == 200
+        assert words == [words[0]] * 5
 
     run(main())
 
