@@ -12,6 +12,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
+import msgspec
+
 from quire.engine.async_llm import AsyncLLM
 from quire.engine.terms import MAX_CLIENT, check_terms
 from quire.entrypoints.server.chat_request import ChatCompletionRequest
@@ -131,6 +133,10 @@ def check_size(
         InvalidRequestError: more than the server's max_answer_entries.
     """
     model, is_chat = state.llm.config.model, isinstance(body, ChatCompletionRequest)
+    num, most = len(lengths), state.args.max_body_bytes  # of what the engine is told, where each prompt has its own
+    if num > 1 and (told := num * len(msgspec.msgpack.encode(params))) > most:
+        message = f"the parameters of {num} prompts take {told} bytes, and {most} is the most; send fewer."
+        raise InvalidRequestError(message, "messages" if is_chat else "prompt")
     each = _alternatives(params.logprobs, model.vocab_size)
     of_prompt = _alternatives(body.prompt_logprobs, model.vocab_size) + bool(body.return_token_ids)
     if not is_chat:  # for each of its choices

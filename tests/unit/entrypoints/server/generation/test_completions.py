@@ -224,6 +224,17 @@ def test_an_answers_size_is_bounded(make_server: Callable[..., Any]) -> None:
     assert len(server.core.requests) == 3 + 200
 
 
+def test_what_the_engine_is_told_of_many_prompts_is_bounded(make_server: Callable[..., Any]) -> None:
+    """It keeps the parameters of each: a megabyte of them, for a thousand prompts, would be gigabytes."""
+    with TestClient(make_server(max_body_bytes=5000).app) as client:
+        body = {"prompt": "a", "guided_choice": ["x" * 1000, "y" * 1000], "max_tokens": 1}
+        for prompt in ("a", ["a"] * 2):
+            assert "take" not in client.post(PATH, json=body | {"prompt": prompt}).text
+        error = client.post(PATH, json=body | {"prompt": ["a"] * 3}).json()["error"]
+        assert (error["param"], "3 prompts take" in error["message"]) == ("prompt", True)
+        assert client.post(PATH, json={"prompt": ["a"] * 100, "max_tokens": 1}).status_code == 200
+
+
 def test_echoed_entries_are_made_once_for_a_prompt(client: TestClient, monkeypatch: pytest.MonkeyPatch) -> None:
     tokens: list[int] = []
     write = _LogprobWriter.write
