@@ -6,6 +6,8 @@ once. It knows nothing of requests, logprobs or token-level stops.
 """
 
 from collections.abc import Sequence
+from functools import lru_cache
+from itertools import repeat
 
 from quire.sampling_params import SamplingParams
 from quire.text.tokenizer import Tokenizer
@@ -23,15 +25,16 @@ class IncrementalDetokenizer:
     """
 
     __slots__ = (
-        "_include_stop", "_min_tokens", "_num_held", "_num_sent", "_overlap", "_settled", "_stable", "_stop", "_stream",
-        "num_tokens", "output_text",
+        "_begun", "_firsts", "_include_stop", "_min_tokens", "_num_held", "_num_sent", "_settled", "_shorter",
+        "_stable", "_stop", "_stream", "num_tokens", "output_text",
     )  # fmt: skip
 
     def __init__(self, tokenizer: Tokenizer, prompt_token_ids: Sequence[int], params: SamplingParams) -> None:
         skips = params.skip_special_tokens
         self._stream = tokenizer.new_stream(prompt_token_ids, skips, skips or params.spaces_between_special_tokens)
         self._stop = list(params.stop)
-        self._overlap = max(map(len, self._stop), default=1) - 1  # characters of a stop string that may be old
+        self._firsts, self._shorter = {stop[0] for stop in self._stop}, [_shorter(stop) for stop in self._stop]
+        self._begun = [0] * len(self._stop)  # characters of each stop string that the stable text ends with
         self._include_stop, self._min_tokens = params.include_stop_str_in_output, params.min_tokens
         self.output_text = ""
         self._num_sent = 0  # characters
@@ -97,19 +100,26 @@ class IncrementalDetokenizer:
 
     def _held_before(self, end: int) -> int:
         """Characters before this place that may turn out to begin a stop string."""
-        if end != self._stable:  # else nothing new: in a long unstable run, looking again would be slow
-            tail = self.output_text[max(0, end - self._overlap) : end]
-            self._stable, self._num_held = end, self._held(tail)
+        piece, self._stable = self.output_text[self._stable : end], end
+        if self._num_held or not self._firsts.isdisjoint(piece):
+            for char in piece:
+                self._begun = [*map(_go_on, self._stop, self._shorter, self._begun, repeat(char))]
+            self._num_held = max(self._begun)
         return self._num_held
 
-    def _held(self, text: str) -> int:
-        """Length of the longest end of `text` that begins a stop string, short of being one."""
-        held = 0
-        for stop in self._stop:
-            place = text.find(stop[0], max(0, len(text) - len(stop) + 1))
-            while place >= 0:
-                if stop.startswith(text[place:]):
-                    held = max(held, len(text) - place)
-                    break
-                place = text.find(stop[0], place + 1)
-        return held
+
+def _go_on(stop: str, shorter: list[int], num: int, char: str) -> int:
+    """With how many characters of a stop string, short of all, a text ends that ended with `num` of them before."""
+    while num and stop[num] != char:
+        num = shorter[num - 1]
+    num += stop[num] == char
+    return num if num < len(stop) else shorter[-1]
+
+
+@lru_cache(256)
+def _shorter(stop: str) -> list[int]:
+    """With how many of its first characters each beginning of a stop string ends, short of itself."""
+    found = [0]
+    for char in stop[1:]:
+        found.append(_go_on(stop, found, found[-1], char))
+    return found

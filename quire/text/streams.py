@@ -260,13 +260,15 @@ class CleanupStream:
         same = len(os.path.commonprefix((self._shown, shown)))
         drop, new = len(self._shown) - same, shown[same:]
         settled = len(raw) - self._inner.num_unstable
-        cut = next((i for i in range(settled, 0, -1) if _is_apart(raw, i)), 0)
+        longest = settled if len(raw) == settled > _LONGEST_CHAIN else 0
+        cut = next((i for i in range(settled, 0, -1) if _is_apart(raw, i)), longest)
         self._raw = raw[cut:]
         self._shown = clean_up_spaces(self._raw)
         self.num_unstable = len(self._shown)
         return drop, new
 
 
+_LONGEST_CHAIN = 1000  # characters among which patterns may hang together: to look at all at each token takes long
 _CLEANED = frozenset(" .?!,'ntmsver")
 
 

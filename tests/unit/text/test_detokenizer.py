@@ -264,6 +264,34 @@ def test_only_a_possible_stop_string_is_held_back() -> None:
         assert detokenizer.get_next_output_text(False, True) == shown
 
 
+@settings(max_examples=200, deadline=None, derandomize=True)
+@given(stops=st.lists(st.text("ab", min_size=1, max_size=6), min_size=1, max_size=4), text=st.text("ab", max_size=30))
+def test_what_is_held_back_begins_a_stop_string(stops: list[str], text: str) -> None:
+    """The longest end of the text that does; stop strings do not count here, as min_tokens has not come."""
+    used = tokenizer("byte_bpe")
+    detokenizer, ids = detokenizer_of(used, [], stop=stops, min_tokens=99, max_tokens=100), used.encode(text, False)
+    shown = ""
+    for token_id in ids:
+        detokenizer.update([token_id])
+        shown += detokenizer.get_next_output_text(False, True)
+        so_far = detokenizer.output_text
+        begins = (k for stop in stops for k in range(len(stop)) if so_far.endswith(stop[:k]))
+        assert shown == so_far[: len(so_far) - max(begins)]
+
+
+def test_many_long_stop_strings_that_are_begun_again_and_again_cost_little() -> None:
+    """Else a client's 64 of them, with n = 128, would hold up all others at each token."""
+    used = tokenizer("byte_bpe")
+    (token_id,) = used.encode("th", add_special_tokens=False)[:1]
+    stops = [f"{used.decode([token_id], True)[0]}{'x' * 990}{number}" for number in range(64)]
+    detokenizer = detokenizer_of(used, [], stop=stops)
+    start = time.process_time()
+    for _ in range(2000):
+        detokenizer.update([token_id])
+        detokenizer.get_next_output_text(False, True)
+    assert time.process_time() - start < 3.0, "each took some milliseconds"
+
+
 def test_end_token_is_left_out_of_the_text() -> None:
     used = tokenizer("byte_bpe")
     ids = used.encode("a b", add_special_tokens=False)

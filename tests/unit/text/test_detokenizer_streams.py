@@ -8,6 +8,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from tokenizers import AddedToken, decoders, models
 
+from quire.text import streams
 from quire.text.backend import FastBackend
 from quire.text.streams import _BYTE_OF, StreamFactory, clean_up_spaces
 
@@ -77,6 +78,16 @@ def test_streams_equal_decode(name: str, clean_up: bool, ids: list[int], skip: b
     if clean_up:
         expected = clean_up_spaces(expected)
     assert stream_text(StreamFactory(used, clean_up), [], ids, skip) == expected
+
+
+def test_a_text_that_nothing_settles_is_not_looked_at_as_a_whole_at_each_token(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One whose tokens a client has chosen would hold up all others, longer with each of them."""
+    lengths = [0]
+    monkeypatch.setattr(streams, "clean_up_spaces", lambda text: lengths.append(len(text)) or clean_up_spaces(text))
+    ids = [WORDS.index("'")] * 3000  # the decoder's spaces between them are part of patterns
+    text = stream_text(StreamFactory(backend(None), True), [], ids, False)
+    assert text.count("'") == 3000
+    assert max(lengths) < 1100
 
 
 @pytest.mark.parametrize("name", DECODERS)
