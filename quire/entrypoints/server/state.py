@@ -117,9 +117,14 @@ def get_state(request: Request) -> ServerState:
     return request.scope.get(MODEL) or request.app.state.quire
 
 
-def _changeable(state: Annotated[ServerState, Depends(get_state)]) -> ServerState:
+def _changeable(request: Request, state: Annotated[ServerState, Depends(get_state)]) -> ServerState:
     if not state.args.api_key:
         raise HTTPException(403, "a server can be changed where it has an API key only; start it with --api-key.")
+    # A browser that keeps the key as a password sends it along with any page's form, unlike all other headers.
+    given, origin = request.headers, request.headers.get("origin", "")
+    is_foreign = origin and origin.partition("://")[2] != given.get("host") and origin not in state.args.allowed_origins
+    if is_foreign and given.get("authorization", "").lower().startswith("basic"):
+        raise HTTPException(403, "another page's request can't use a password; send 'Authorization: Bearer KEY'.")
     return state
 
 

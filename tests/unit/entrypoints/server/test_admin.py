@@ -71,6 +71,20 @@ def test_what_the_scheduler_refuses(make_state: Callable[..., Any], async_llm: A
     assert (answer.status_code, answer.json()["error"]["param"]) == (400, "max_seqs")
 
 
+@pytest.mark.parametrize(
+    ("origin", "status"),
+    [(None, 200), ("http://testserver", 200), ("https://ours.org", 200), ("https://evil.org", 403), ("null", 403)],
+)
+def test_no_other_page_changes_anything_by_a_password_that_the_browser_keeps(
+    make_state: Callable[..., Any], origin: str | None, status: int
+) -> None:
+    client = TestClient(build_app(make_state(api_key=["sk-1"], allowed_origins=["https://ours.org"])))
+    headers = {} if origin is None else {"Origin": origin}
+    for path in ("/sleep", "/reset_prefix_cache"):  # as a form asks, without any script
+        assert client.post(path, headers=headers, auth=("", "sk-1")).status_code == status
+        assert client.post(path, headers=headers | KEY).status_code == 200, "what a script sets was asked for before"
+
+
 class FakeReplicas:
     """Two engines."""
 
