@@ -5,6 +5,7 @@ Knows nothing of what it keeps.
 """
 
 import asyncio
+import os
 import sqlite3
 import threading
 import time
@@ -74,17 +75,16 @@ class SqliteStore:
     """
 
     def __init__(self, path: str, seconds: float) -> None:
-        self._seconds = seconds
-        self._lock = threading.Lock()
-        self._next_purge = 0.0
+        self._seconds, self._next_purge, self._lock = seconds, 0.0, threading.Lock()
         try:
+            os.close(os.open(path, os.O_CREAT | os.O_RDWR, 0o600))  # this user's only, as are SQLite's files beside it
             self._connection = sqlite3.connect(path, timeout=10.0, isolation_level=None, check_same_thread=False)
             self._connection.execute("PRAGMA journal_mode = WAL")
             self._connection.execute("PRAGMA synchronous = NORMAL")
             self._connection.execute(
                 "CREATE TABLE IF NOT EXISTS responses (id TEXT PRIMARY KEY, owner TEXT, created REAL, data BLOB)"
             )
-        except sqlite3.Error as error:
+        except (sqlite3.Error, OSError) as error:
             raise ConfigError(f"response_store {path!r} can't be used as an SQLite file ({error}).") from None
 
     async def put(self, key: str, owner: str, data: bytes) -> None:

@@ -72,8 +72,7 @@ class ResponsesService:
 
     def __init__(self, state: ServerState) -> None:
         """Raises ConfigError where the store can't be opened."""
-        args = state.args
-        self._state = state
+        self._state, args = state, state.args
         self._store = open_store(args.response_store, args.response_store_max_bytes, args.response_store_seconds)
         self._jobs: dict[str, _Job] = {}
 
@@ -130,6 +129,7 @@ class ResponsesService:
         stem = item_id.partition("_")[2][:_STEM]
         if stem not in known:
             known[stem] = {}
+            await asyncio.sleep(0)  # many of them take long together
             with suppress(ResponseNotFoundError):
                 found = await self.get(f"resp_{stem}", client)
                 known[stem] = {item["id"]: item for item in found.input + found.response["output"]}
@@ -204,6 +204,8 @@ class ResponsesService:
         if data is None:
             raise ResponseNotFoundError(response_id, param)
         stored = msgspec.msgpack.decode(data, type=StoredResponse)
+        if param is not None and len(data) - sum(map(len, stored.events)) > self._state.args.max_body_bytes:
+            raise InvalidRequestError(f"the conversation up to {response_id!r} is too long; begin another one.", param)
         if stored.response["status"] in ("queued", "in_progress") and response_id not in self._jobs:
             stored.response |= {"status": "failed", "error": _LOST}
         return stored
@@ -222,9 +224,8 @@ class ResponsesService:
         if job is None:
             yield b"".join(events[start:])
             return
-        async with aclosing(_follow(job, start)) as parts:
-            async for part in parts:
-                yield part
+        async for part in _follow(job, start):  # which has nothing to close
+            yield part
 
     async def cancel(self, response_id: str, client: str | None) -> dict[str, Any]:
         """End a response in the background; one that has ended is told as it is.

@@ -4,6 +4,7 @@
 and its events hold OpenAI's fields, no less (published schema, tests/server).
 """
 
+import asyncio
 import time
 import uuid
 from collections.abc import Awaitable, Callable
@@ -69,9 +70,8 @@ async def read_response(
     stem = uuid.uuid4().hex  # of the new response's id, and of its items' ids
     model = state.admit(body)
     _check_metadata(body)
-    items = context + [
-        await find(item["id"]) if item["type"] == "item_reference" else item for item in read_items(body.input, stem)
-    ]
+    given = await asyncio.to_thread(read_items, body.input, stem)  # of hundreds of thousands of parts, perhaps
+    items = context + [await find(item["id"]) if item["type"] == "item_reference" else item for item in given]
     request, chat = await _read_fitting(state, body, request_id, items)
     head = {
         "id": f"resp_{stem}",

@@ -270,6 +270,17 @@ def test_what_the_system_says_later_on_belongs_to_a_users_turn() -> None:
     ]
 
 
+def test_what_is_said_in_many_items_is_put_together_once() -> None:
+    """On the event loop: to copy all that was said for each further item would take seconds."""
+    system = {"role": "developer", "content": "a" * 450}
+    thought = {"type": "reasoning", "summary": [{"type": "summary_text", "text": "b" * 450}]}
+    start = time.perf_counter()
+    said, thinks = messages_of(read_items([USER, *[system] * 16_000, *[thought] * 16_000], "x"), None)
+    assert time.perf_counter() - start < 2.0
+    assert said["content"] == "\n\n".join(["Hi", *["a" * 450] * 16_000])
+    assert thinks["reasoning_content"] == "\n".join(["b" * 450] * 16_000)
+
+
 @pytest.mark.parametrize("name", ITEMS)
 def test_items_make_messages(name: str) -> None:
     items, messages = ITEMS[name]
@@ -293,6 +304,19 @@ def test_what_the_template_is_given(server: Any, client: TestClient) -> None:
     reference = {"type": "item_reference", "id": second["output"][0]["id"]}
     post(client, input=[USER, reference, {"role": "user", "content": "So?"}])
     assert prompt_of(server).endswith(f"<|assistant|>{TEXT}<|end|><|user|>So?<|end|><|assistant|>")
+
+
+def test_conversations_do_not_grow_for_ever(make_server: Callable[..., Any]) -> None:
+    with TestClient(make_server(max_body_bytes=3000).app) as client:
+        found, answer = [post(client, input="a" * 60)], None
+        while answer is None or (answer.status_code == 200 and len(found) < 30):
+            body = {"input": "b" * 60, "previous_response_id": found[-1]["id"], "truncation": "auto"}
+            answer = client.post(PATH, json=body)
+            found += [answer.json()] * (answer.status_code == 200)
+        error = answer.json()["error"]
+        assert (answer.status_code, error["param"]) == (400, "previous_response_id")
+        assert "is too long" in error["message"]
+        assert client.get(f"{PATH}/{found[-1]['id']}").status_code == 200
 
 
 def test_a_response_is_looked_up_once_for_all_its_items(server: Any, client: TestClient) -> None:
@@ -479,6 +503,7 @@ def test_responses_outlive_the_server_in_a_file(make_server: Callable[..., Any],
     path = str(tmp_path / "responses.db")
     with TestClient(make_server(response_store=path).app) as client:
         first = post(client)
+        assert {file.stat().st_mode & 0o777 for file in tmp_path.iterdir()} == {0o600}, "others' conversations"
     server = make_server(response_store=path)
     with TestClient(server.app) as client:
         assert get(client, first["id"]) == first
