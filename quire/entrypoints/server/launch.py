@@ -17,6 +17,7 @@ import socket
 import ssl
 import threading
 import time
+import warnings
 from collections.abc import Callable, Coroutine, Iterator
 from functools import partial
 from pathlib import Path
@@ -150,8 +151,7 @@ class Server(uvicorn.Server):
         config.ssl = context
         super().__init__(config)
         self._state = state
-        self._stopping = asyncio.Event()
-        self._hurried = asyncio.Event()
+        self._stopping, self._hurried = asyncio.Event(), asyncio.Event()
         self.death: EngineDeadError | None = None
 
     @contextlib.contextmanager
@@ -295,6 +295,7 @@ def read_chat_template(template: str | None) -> str | None:
 
 def _configure_logging(args: ServerArgs) -> None:
     configure_logging(args.log_level)
+    warnings.filterwarnings("ignore", "temperature .* is raised")  # each value once, that clients send
     web = logging.getLogger("uvicorn")
     web.handlers, web.propagate = logging.getLogger("quire").handlers, False
     # Its warnings are about what clients send: any client could fill the log.

@@ -10,6 +10,7 @@ import ssl
 import stat
 import subprocess
 import time
+import warnings
 from collections.abc import AsyncGenerator, Callable
 from contextlib import asynccontextmanager, suppress
 from pathlib import Path
@@ -26,6 +27,7 @@ from quire.entrypoints.server.metrics import ServingMetrics
 from quire.entrypoints.server.options import ServerArgs
 from quire.errors import ConfigError, EngineDeadError, QuireError
 from quire.protocol.stats import EngineStats
+from quire.sampling_params import SamplingParams
 
 State = Callable[..., Any]
 
@@ -488,7 +490,10 @@ def test_the_web_servers_own_log(options: dict[str, Any], web_level: int) -> Non
     loggers = [logging.getLogger(name) for name in ("quire", "uvicorn")]
     before = [(logger.handlers, logger.level, logger.propagate) for logger in loggers]
     try:
-        launch._configure_logging(ServerArgs(**options))
+        with warnings.catch_warnings(record=True) as told:
+            launch._configure_logging(ServerArgs(**options))
+            SamplingParams(temperature=0.005)
+        assert not told, "a client could fill the log, and the memory, with one for each of its temperatures"
         assert logging.getLogger("uvicorn.error").getEffectiveLevel() == web_level
     finally:
         for logger, (handlers, own_level, propagate) in zip(loggers, before, strict=True):
