@@ -126,9 +126,9 @@ def mixture(x: Tensor, scores: Tensor, shared: Sequence[Tensor], routing: Routin
     shared: nothing, or its answers [T, H], and maybe scores [T, 1] whose sigmoid is their weight.
     """
     total = mix(x, *route(scores, routing), experts)
-    for answers in shared[:1]:
-        closed = [torch.neg(gate.float()).exp_().add_(1.0) for gate in shared[1:]]
-        total += answers.float() / closed[0] if closed else answers.float()
+    if shared:
+        divisors = [1.0, *(torch.neg(gate.float()).exp_().add_(1.0) for gate in shared[1:])]
+        total += shared[0].float() / divisors[-1]
     return total.to(x.dtype)
 
 
