@@ -48,12 +48,10 @@ class DraftTree:
         paths = sorted(given, key=lambda path: (len(path), path))
         if len(paths) > MAX_NODES:
             raise ConfigError(f"{name} has {len(paths)} nodes, and {MAX_NODES} are allowed; leave some out.")
-        known = set(paths)
-        if len(known) < len(paths):
-            twice = next(path for path in paths if paths.count(path) > 1)
-            raise ConfigError(f"{name} has the node {twice} twice; leave one out.")
+        if twice := [path for path in paths if paths.count(path) > 1]:
+            raise ConfigError(f"{name} has the node {twice[0]} twice; leave one out.")
         for path in paths:
-            if len(path) > 1 and path[:-1] not in known:
+            if len(path) > 1 and path[:-1] not in paths:
                 raise ConfigError(f"{name} has the node {path} without its parent {path[:-1]}; add that.")
         return cls(tuple(paths))
 

@@ -20,11 +20,13 @@ from quire.config.scheduler import POLICY_OPTIONS, PolicyName, PolicyOptions, Sc
 from quire.config.speculative import CACHED_METHODS, EAGLE_METHODS, HEAD_METHODS, SpeculativeConfig, check_draft_model
 from quire.errors import ConfigError, InvalidRequestError, ModelLoadError, NotYetSupportedError
 from quire.sampling_params import GENERATION_KEYS, SamplingParams
+from quire.utils.answers import take_anyway
 from quire.utils.hub import HEAD_PATTERNS, resolve_model_path
 from quire.utils.values import decimal
 
 logger = logging.getLogger(__name__)
 
+_DRAFTING = Path(__file__).with_name("speculative.txt")  # what is said of vLLM's options of speculative_config
 _SWAP_SPACE_FOR_DISK = 1.0  # GiB, where nothing else is said
 _Method = Literal[MadeMethod, KeptMethod, "gguf", "gptq_marlin", "awq_marlin"]
 _Form = Literal["auto", "safetensors", "fastsafetensors", "runai_streamer", "mistral", "gguf", "bitsandbytes", "dummy"]
@@ -189,8 +191,11 @@ class EngineArgs:
 
     def __post_init__(self) -> None:
         check_options(self)
-        if self.speculative_config is not None:
-            SpeculativeConfig.read(self.speculative_config)
+        if (given := self.speculative_config) is not None:
+            shown = "speculative_config: {}".format
+            own = {name: v for name, v in given.items() if not take_anyway(_DRAFTING, name, v, shown(name))}
+            SpeculativeConfig.read(own)
+            vars(self)["speculative_config"] = own
         if self.trust_remote_code:
             logger.warning("trust_remote_code=True has no effect: Quire never runs code that comes with a model")
         if (most := self.max_cpu_loras) is not None and most < self.max_loras:

@@ -90,8 +90,7 @@ def check_options(options: Any) -> None:
         got = repr(value) if field.repr else f"a {type(value).__name__}"
         if choices := choices_of(_hints(type(options))[field.name]):
             if isinstance(value, bool) or not isinstance(value, str | int) or value not in choices:
-                shown = ", ".join(repr(choice) for choice in choices)
-                raise ConfigError(f"{name} must be one of {shown}, got {value!r}.")
+                raise ConfigError(f"{name} must be one of {', '.join(map(repr, choices))}, got {value!r}.")
         elif (form := typing.get_origin(kind) or kind) in _FORMS:
             if not isinstance(value, form):
                 raise ConfigError(f"{name} must be {_FORMS[form]}, got {got}.")

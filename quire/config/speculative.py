@@ -130,9 +130,7 @@ class SpeculativeConfig:
     @property
     def threshold(self) -> float | None:
         """The probability that is enough for any draft; None unless acceptance is typical."""
-        if self.acceptance != "typical":
-            return None
-        return 0.09 if self.posterior_threshold is None else self.posterior_threshold
+        return (self.posterior_threshold or 0.09) if self.acceptance == "typical" else None
 
     @property
     def alpha(self) -> float:

@@ -1,5 +1,6 @@
 """speculative_config, read and refused by name."""
 
+import dataclasses
 import json
 from pathlib import Path
 from typing import Any
@@ -10,7 +11,7 @@ from quire.config.engine_args import EngineArgs
 from quire.config.families import drafting_method
 from quire.config.speculative import SpeculativeConfig
 from quire.entrypoints.cli.main import main
-from quire.errors import ConfigError, QuireError
+from quire.errors import ConfigError, NotYetSupportedError, QuireError
 from quire.utils.hub import resolve_model_path
 
 DRAFT_MODEL = {"method": "draft_model", "model": "demo-draft"}
@@ -81,6 +82,32 @@ def test_bad_values_are_refused_by_name(given: dict[str, Any], message: str) -> 
         EngineArgs(speculative_config=given)
     assert message in str(caught.value)
     assert str(caught.value).startswith("speculative_config")
+
+
+def test_vllms_options_that_ask_for_nothing(caplog: pytest.LogCaptureFixture) -> None:
+    """As its example of speculative decoding gives them."""
+    nothing = {"disable_padded_drafter_batch": False, "parallel_drafting": False, "enforce_eager": True}
+    args = EngineArgs(speculative_config=DRAFT_MODEL | nothing | {"rejection_sample_method": "standard"})
+    assert args.speculative_config == DRAFT_MODEL
+    assert not caplog.messages
+    args = dataclasses.replace(EngineArgs(speculative_config=DRAFT_MODEL | {"max_model_len": 64}))
+    assert args.resolve().speculative == SpeculativeConfig(**DRAFT_MODEL)
+    assert caplog.messages == [
+        "speculative_config: max_model_len has no effect: drafts reach as far as the model's context."
+    ]
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ({"parallel_drafting": True}, "speculative_config: parallel_drafting is not supported yet: drafts follow"),
+        ({"draft_model_config": {"hf_config": {}, "x": 1}}, "speculative_config: draft_model_config is not supported"),
+        ({"kv_cache_dtype": "fp8"}, "speculative_config: kv_cache_dtype has one value here, 'auto'. Leave it out."),
+    ],
+)
+def test_vllms_options_that_are_not_there(given: dict[str, Any], message: str) -> None:
+    with pytest.raises(NotYetSupportedError, match=f"^{message}"):
+        EngineArgs(speculative_config=DRAFT_MODEL | given)
 
 
 @pytest.mark.parametrize("given", ["ngram", '{"method": "ngram"', '{"method": "ngram"}', ["ngram"], 3])
