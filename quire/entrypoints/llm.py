@@ -15,7 +15,7 @@ from safetensors.torch import save_file
 from torch import Tensor, tensor
 
 from quire.config.model import ModelConfig
-from quire.entrypoints.as_vllm import LLMEngine, Metrics, as_vllms
+from quire.entrypoints.as_vllm import EngineArgs, LLMEngine, Metrics, as_vllms
 from quire.entrypoints.batches import Batches, of_prompt
 from quire.entrypoints.not_yet import engine_args
 from quire.entrypoints.vllm_names import lacking
@@ -72,6 +72,11 @@ class LLM:
         self._batches = Batches(self.llm_engine)
         self._pin_numbers = itertools.count()
         self._weights: TemporaryDirectory[str] | None = None  # those that came as tensors
+
+    @classmethod
+    def from_engine_args(cls, engine_args: EngineArgs) -> "LLM":
+        """An offline engine with these options."""
+        return cls(**vars(engine_args))
 
     def __getattr__(self, name: str) -> Any:
         """Called for names that are not there only."""
@@ -226,9 +231,8 @@ class LLM:
             tokens = output.prompt_token_ids + part.token_ids
             shown = tokens[:-1] if part.finish_reason == "stop" and not params.include_stop_str_in_output else tokens
             text = None if tokenizer is None else tokenizer.decode(shown)
-            found = BeamSearchSequence(tokens, part.logprobs or [], None, part.cumulative_logprob or 0.0, text)
-            found.finish_reason, found.stop_reason = part.finish_reason, part.stop_reason
-            sequences.append(found)
+            scored = (part.logprobs or [], None, part.cumulative_logprob or 0.0)
+            sequences.append(BeamSearchSequence(tokens, *scored, text, part.finish_reason, part.stop_reason))
         return BeamSearchOutput(sequences)
 
     def embed(

@@ -168,10 +168,8 @@ async def _serve(client: ReplicasClient, tell: Callable[[Event], None], started:
     await ending.wait()
 
 
-def _end(
-    loop: asyncio.AbstractEventLoop, ending: asyncio.Event, thread: threading.Thread, client: ReplicasClient
-) -> None:
-    loop.call_soon_threadsafe(ending.set)
+def _end(loop: asyncio.AbstractEventLoop, end: asyncio.Event, thread: threading.Thread, client: ReplicasClient) -> None:
+    loop.call_soon_threadsafe(end.set)
     if thread is not threading.current_thread():  # in which garbage may be collected too
         thread.join()  # sockets belong to one thread at a time
     client.close()

@@ -28,11 +28,8 @@ class _NotYetThere(NotYetSupportedError, AttributeError):
 def vllm_names() -> dict[str, dict[str, str]]:
     """Module, or class -> name -> where it lies, as MODULE:NAME, or what is said of it."""
     sections = Path(__file__).with_name("vllm_names.txt").read_text(encoding="utf-8").split("\n[")[1:]
-    table: dict[str, dict[str, str]] = {}
-    for head, *lines in map(str.splitlines, sections):
-        each = [line.split(" = ", 1) for line in lines if line]
-        table[head.rstrip("]")] = {name: found for names, found in each for name in names.split()}
-    return table
+    told = {head: [line.split(" = ", 1) for line in lines if line] for head, *lines in map(str.splitlines, sections)}
+    return {head[:-1]: {name: found for names, found in each for name in names.split()} for head, each in told.items()}
 
 
 def named(module: str, name: str) -> Any:

@@ -63,6 +63,14 @@ def test_options_under_vllms_names() -> None:
         EngineArgs(max_num_seqs=0)
 
 
+def test_an_offline_engine_of_options() -> None:
+    parser = EngineArgs.add_cli_args(Parser())
+    args = EngineArgs.from_cli_args(parser.parse_args(["--model", "demo", "--max-model-len", "64"]))
+    llm = LLM.from_engine_args(args)
+    assert vars(llm.llm_engine.config.args) == vars(args)
+    assert llm.generate("Once", SamplingParams(max_tokens=2), use_tqdm=False)[0].finished
+
+
 def test_settings_without_an_engine() -> None:
     read = EngineArgs("demo", max_model_len=64, enable_prefix_caching=False).create_engine_config()
     assert (read.model_config.max_model_len, read.model_config.get_vocab_size()) == (64, 4096)
