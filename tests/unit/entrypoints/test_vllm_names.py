@@ -73,6 +73,9 @@ def test_every_module_of_the_table_is_found(module: str) -> None:
         "from quire.entrypoints.chat_utils import ChatCompletionMessageParam, ConversationMessage",
         "from quire.distributed.kv_events import KVEventBatch",
         "import quire.v1.metrics.reader as reader; reader.Gauge",
+        "from quire.utils.print_utils import print_embeddings; print_embeddings([0.5])",
+        "from quire.config.vllm import VllmConfig",
+        "from quire.config.parallel import ParallelConfig",
     ],
 )
 def test_lines_of_scripts(line: str) -> None:
@@ -98,6 +101,12 @@ def test_lines_of_scripts(line: str) -> None:
         ("from quire.entrypoints.openai.protocol import ChatCompletionRequest", "'quire serve' is the server"),
         ("from quire.entrypoints.openai.api_server import build_app", "build_app is not here: 'quire serve' is"),
         ("import quire.multimodal.image", "quire.multimodal is not here yet: a prompt is text or token ids."),
+        ("from quire.config import WeightTransferConfig", "WeightTransferConfig is not here yet: update_weights takes"),
+        ("from quire.distributed.weight_transfer.base import X", "weight_transfer is not here yet: update_weights"),
+        ("from quire.distributed.device_communicators.pynccl import X", "ranks meet in Quire's own groups"),
+        ("from quire.utils.serial_utils import binary2tensor", "serial_utils is not here: a vector that a server"),
+        ("from quire.entrypoints.serve.utils.api_utils import with_cancellation", "'quire serve' is the server"),
+        ("from quire.entrypoints.openai.run_batch import BatchRequestInput", "'quire run-batch' answers a file"),
     ],
 )
 def test_lines_that_say_why_not(line: str, message: str) -> None:
@@ -140,6 +149,15 @@ def test_vllms_module_of_the_server_is_the_server() -> None:
         assert words in done.stdout + done.stderr
         assert "Traceback" not in done.stderr
         assert done.returncode == (0 if words == "--port" else 1)
+
+
+def test_vllms_module_of_batches_answers_files(tmp_path: Path) -> None:
+    flags = ["-i", str(tmp_path / "nowhere.jsonl"), "-o", str(tmp_path / "results.jsonl"), "--model", "demo"]
+    command = [sys.executable, "-m", "quire.entrypoints.openai.run_batch", *flags]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+    assert "nowhere.jsonl" in done.stderr
+    assert "Traceback" not in done.stderr
+    assert done.returncode == 2
 
 
 def test_importing_quire_stays_light() -> None:
