@@ -7,7 +7,6 @@ none of Quire's is empty but for them, and Quire's own modules have them where t
 import importlib
 import sys
 from functools import cache, partial
-from importlib.abc import Loader, MetaPathFinder
 from importlib.machinery import ModuleSpec, PathFinder
 from pathlib import Path
 from types import ModuleType
@@ -55,8 +54,11 @@ def lacking(owner: object, name: str) -> AttributeError:
     return AttributeError(f"{kind!r} object has no attribute {name!r}", name=name, obj=owner)
 
 
-class Finder(MetaPathFinder, Loader):
-    """Finds modules of the table, and makes them; `own` is the loader of Quire's own module of that name."""
+class Finder:
+    """Finds modules of the table, and makes them; `own` is the loader of Quire's own module of that name.
+
+    No class of `importlib.abc`, which takes longer to import than all else that `import quire` needs.
+    """
 
     def __init__(self, own: Any = None) -> None:
         self._own = own
@@ -69,11 +71,13 @@ class Finder(MetaPathFinder, Loader):
             return None
         if "*" in names:
             raise NotHereError(f"{fullname} {names['*']}")
-        spec = PathFinder.find_spec(fullname, path) or ModuleSpec(fullname, None, is_package=True)
+        spec: Any = PathFinder.find_spec(fullname, path) or ModuleSpec(fullname, None, is_package=True)
         if any(each.startswith(f"{fullname}.") for each in vllm_names()):  # a package there, if it is a file here
             spec.submodule_search_locations = spec.submodule_search_locations or []
         spec.loader = Finder(spec.loader)
         return spec
+
+    def create_module(self, spec: ModuleSpec) -> None: ...
 
     def exec_module(self, module: ModuleType) -> None:
         if self._own is not None:
