@@ -99,6 +99,37 @@ def test_wheel_without_a_compiler_is_pure_python(tmp_path: Path, environment: di
     for heads in ("medusa", "eagle", "eagle3"):
         assert f"quire/demo/{heads}/model.safetensors" in names
     assert LIBRARY not in names
+    files = (path for path in (ROOT / "quire").rglob("*") if path.is_file() and path.suffix not in (".pyc", ".so"))
+    assert {path.relative_to(ROOT).as_posix() for path in files} <= names
+
+
+@needs_backend
+@pytest.mark.slow
+def test_what_a_wheel_holds_runs_without_the_checkout(tmp_path: Path) -> None:
+    """The command, the bundled model and its heads, and the pages, from an installation that has no kernels."""
+    wheel = build("wheel", tmp_path / "wheel", QUIRE_NO_NATIVE="1")
+    zipfile.ZipFile(wheel).extractall(tmp_path / "site")
+    code = """if True:
+        from quire import LLM, SamplingParams
+        from quire.entrypoints.server.pages import _page
+        from quire.ops.native.library import levels
+        assert levels() == ["torch"] and "<script>" in _page("index.html") + _page("docs.html")
+        llm = LLM("demo", speculative_config={"model": "demo-eagle", "num_speculative_tokens": 2}, show_progress=False)
+        (output,) = llm.generate(["Once upon a time"], SamplingParams(temperature=0, max_tokens=4), use_tqdm=False)
+        print(len(output.outputs[0].token_ids), __import__("quire").__file__)
+    """
+    environment = os.environ | {"PYTHONPATH": str(tmp_path / "site")}
+    for name in ("QUIRE_NATIVE_LIBRARY", "QUIRE_KERNELS"):
+        environment.pop(name, None)
+
+    def told(*arguments: str) -> str:
+        command = [sys.executable, *arguments]
+        done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=240)
+        assert done.returncode == 0, done.stderr
+        return done.stdout
+
+    assert told("-c", code).split() == ["4", str(tmp_path / "site/quire/__init__.py")]
+    assert told("-m", "quire", "--version") == f"quire {quire.__version__}\n"
 
 
 def without_code(level: str) -> str:
