@@ -74,6 +74,8 @@ class Engine:
 
 
 def main() -> None:
+    if len(sys.argv) != 4:
+        sys.exit(__doc__)
     model, python, exported = sys.argv[1:]
     pair = Engine(sys.executable, _QUIRE, model), Engine(python, _OPENVINO, exported)
     for num_tokens, length, rounds in CASES:

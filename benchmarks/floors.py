@@ -106,6 +106,8 @@ def chosen(peers: Path) -> Iterator[tuple[str, list[list[int]], list[int]]]:
 
 
 def main() -> None:
+    if len(sys.argv) < 3:
+        sys.exit(__doc__)
     peers, model_dir, *pairs = sys.argv[1:]
     options: dict[str, Any] = {"dtype": "bfloat16", "max_model_len": 4096, "max_num_seqs": 64}
     options |= {name: json.loads(value) for name, value in (pair.split("=", 1) for pair in pairs)}

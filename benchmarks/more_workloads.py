@@ -53,6 +53,8 @@ def _more_room_in_llama() -> None:
 
 
 def main() -> None:
+    if len(sys.argv) < 3:
+        sys.exit(__doc__)
     script = Path(sys.argv[1])
     sys.path.insert(0, str(script.parent))
     import workloads  # pyright: ignore[reportMissingImports]

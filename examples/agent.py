@@ -1,6 +1,7 @@
 """A tiny agent: a model calls tools in a loop until it is told to answer. Run: python examples/agent.py [BASE_URL]
 
 Without a URL it serves the bundled model, which knows nothing of tools: a grammar has it call them all the same.
+It asks by OpenAI's client: pip install openai.
 """
 
 import json

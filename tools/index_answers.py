@@ -1,4 +1,4 @@
-"""Whether a package index answers within a few seconds: exit code 0, else 1.
+"""Whether a package index, whose address is given, answers within a few seconds: exit code 0, else 1.
 
 The Makefile asks before it names one to pip, which would try a dead one for minutes.
 """
@@ -19,4 +19,4 @@ def answers(url: str) -> bool:
 
 
 if __name__ == "__main__":
-    sys.exit(not answers(sys.argv[1]))
+    sys.exit(not answers(sys.argv[1]) if len(sys.argv) == 2 else __doc__)

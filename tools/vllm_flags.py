@@ -79,8 +79,8 @@ def main() -> int:
     """Write the page, or look at it."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--check", action="store_true", help="write nothing; 1 if the page is not up to date")
-    text = document()
-    if parser.parse_args().check:
+    only_look, text = parser.parse_args().check, document()
+    if only_look:
         return int(DOCUMENT.read_text(encoding="utf-8") != text)
     DOCUMENT.write_text(text, encoding="utf-8")
     return 0
