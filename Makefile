@@ -108,8 +108,8 @@ test-nightly: .venv/dev.stamp $(NATIVE)
 	@$(PYTEST) --ignore $(LOAD)
 
 clean:
-	rm -rf .venv build $(LIBRARY) .pytest_cache .ruff_cache .import_linter_cache .hypothesis dist
-	find quire tests tools examples -name __pycache__ -type d -exec rm -rf {} +
+	rm -rf .venv build $(LIBRARY) .pytest_cache .ruff_cache .import_linter_cache .hypothesis .schemathesis dist
+	find quire tests tools examples benchmarks -name __pycache__ -type d -exec rm -rf {} +
 
 .venv/bin/python:
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null || { \
