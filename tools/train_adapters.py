@@ -83,6 +83,7 @@ def write(tensors: dict[str, Tensor], config: dict[str, Any], out: Path) -> None
     """Both files of an adapter."""
     out.mkdir(parents=True, exist_ok=True)
     save_file(tensors, out / "adapter_model.safetensors")
+    (out / "adapter_model.safetensors").chmod(0o644)  # safetensors leaves it readable by its owner alone
     kind = {"peft_type": config["peft_type"], "task_type": "CAUSAL_LM", "base_model_name_or_path": "demo"}
     config = kind | config
     (out / "adapter_config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")

@@ -29,6 +29,7 @@ def test_short_trainings_make_adapters_that_the_engine_takes(
         sys.modules["train_adapters"].main([str(text), "--out", str(tmp_path / name), *sizes.split()])
         losses = [line.split()[4] for line in capsys.readouterr().out.splitlines()]
         assert float(losses[-1]) < float(losses[0])
+        assert (tmp_path / name / "adapter_model.safetensors").stat().st_mode & 0o777 == 0o644
     lora = LoRARequest("lora", 1, str(tmp_path / "lora"))
     soft = PromptAdapterRequest("soft", 2, str(tmp_path / "soft"), 6)
     llm = LLM("demo", enable_lora=True, enable_prompt_adapter=True, show_progress=False)
