@@ -149,6 +149,7 @@ def main() -> int:
         print("no GPU that torch can use: nothing was run", file=sys.stderr)
         return 1
     results: dict[str, Result] = {}
+    Path(args.out).absolute().parent.mkdir(parents=True, exist_ok=True)  # not to be lacking once sections have run
 
     def note(name: str, found: Result) -> None:
         results[name] = {**found}

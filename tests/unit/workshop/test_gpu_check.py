@@ -89,6 +89,14 @@ def test_a_kernel_that_comes_early_adds_only_what_it_takes_after_the_others() ->
     ]
 
 
+def test_the_folder_of_results_is_made(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("torch.cuda.is_available", lambda: True)
+    monkeypatch.setattr(gpu_check, "run_sections", lambda names, seconds, note: note(names[0], {"a": 1}))
+    monkeypatch.setattr(sys, "argv", ["gpu_check.py", "limits", "--out", str(tmp_path / "of_today" / "found")])
+    assert gpu_check.main() == 0
+    assert sorted(path.name for path in (tmp_path / "of_today").iterdir()) == ["found.json", "found.md"]
+
+
 def test_the_page_shows_whatever_there_is() -> None:
     results: dict[str, Any] = {
         "limits": {"read_gb_s": 3000.0, "multiply_tflop_s": 700.0},
