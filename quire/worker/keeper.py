@@ -95,5 +95,4 @@ class Keeper:
 
 def _trim_heap() -> None:
     """Give the system what is free of the heap, where the C library can be told to (not macOS's, nor musl)."""
-    if (trim := getattr(ctypes.CDLL(None), "malloc_trim", None)) is not None:
-        trim(0)
+    getattr(ctypes.CDLL(None), "malloc_trim", bool)(0)

@@ -7,9 +7,9 @@ from typing import Any
 
 import msgspec
 
-from quire.errors import InvalidRequestError
 from quire.structured_outputs import CONSTRAINTS, StructuredOutputsParams
 from quire.text.grammars.source import parsed
+from quire.text.grammars.tags import format_in
 
 
 def after(
@@ -39,7 +39,7 @@ def format_of(params: StructuredOutputsParams) -> dict[str, Any]:
     """A constraint as a format of structural tags.
 
     Raises:
-        InvalidRequestError: it is no JSON, or a structural tag of the older form.
+        InvalidRequestError: it is no JSON, or no structural tag.
     """
     text, told = params.constraint, ("structured_outputs can't be used: ", "structured_outputs")
     match params.kind:
@@ -54,8 +54,4 @@ def format_of(params: StructuredOutputsParams) -> dict[str, Any]:
         case "choice":
             return {"type": "or", "elements": [{"type": "const_string", "value": v} for v in params.choice or ()]}
         case _:
-            tag = parsed(text, *told)
-            if not isinstance(tag, dict) or "format" not in tag:
-                reason = "structured_outputs.structural_tag must have a format where free text comes before it."
-                raise InvalidRequestError(reason, "structured_outputs")
-            return tag["format"]
+            return format_in(parsed(text, *told))

@@ -25,16 +25,25 @@ def lark_of_tag(tag: Any, prepare: Callable[[Any], Any], special_tokens: Mapping
     Raises:
         InvalidRequestError: an unknown format, or one without what it needs.
     """
-    if not isinstance(tag, dict) or tag.get("type", "structural_tag") != "structural_tag":
-        raise InvalidRequestError('a structural tag is {"type": "structural_tag", "format": {...}}.')
-    if (format := tag.get("format")) is None:
-        triggers, structures = _of(tag, "triggers", list), map(_checked, _of(tag, "structures", list))
-        tags = [{**one, "content": {"type": "json_schema", "json_schema": one.get("schema")}} for one in structures]
-        format = {"type": "triggered_tags", "triggers": triggers, "tags": tags}
     lark = Lark(special_tokens)
     writer = FormatWriter(lark, prepare)
-    lark.rules.append(f"start: {writer.write(format)}")
+    lark.rules.append(f"start: {writer.write(format_in(tag))}")
     return json.dumps({"grammars": [{"lark_grammar": "\n".join(lark.rules)}, *writer.grammars]})
+
+
+def format_in(tag: Any) -> Any:
+    """The format of a structural tag, or what one of the older form stands for.
+
+    Raises:
+        InvalidRequestError: it is neither.
+    """
+    if not isinstance(tag, dict) or tag.get("type", "structural_tag") != "structural_tag":
+        raise InvalidRequestError('a structural tag is {"type": "structural_tag", "format": {...}}.')
+    if (format := tag.get("format")) is not None:
+        return format
+    triggers, structures = _of(tag, "triggers", list), map(_checked, _of(tag, "structures", list))
+    tags = [{**one, "content": {"type": "json_schema", "json_schema": one.get("schema")}} for one in structures]
+    return {"type": "triggered_tags", "triggers": triggers, "tags": tags}
 
 
 def regex_as_lark(text: str) -> str:

@@ -166,6 +166,22 @@ def test_after_a_thought_that_ends_in_a_special_token(compiler: Compiler) -> Non
     assert not accepts(compiler, params, "yes")
 
 
+def test_after_a_thought_tags_of_the_older_form(compiler: Compiler) -> None:
+    structure = {
+        "begin": "<f=x>",
+        "schema": {"type": "object", "properties": {"a": {"type": "integer"}}},
+        "end": "</f>",
+    }
+    tag = {"type": "structural_tag", "structures": [structure], "triggers": ["<f="]}
+    params = after(StructuredOutputsParams(structural_tag=tag), "</think>")
+    for text in ("hm</think>so it is", 'hm</think>so <f=x>{"a": 1}</f> it is'):
+        assert accepts(compiler, params, text), text
+    for text in ('hm</think>so <f=x>{"a": "b"}</f>', "hm</think>so <f=y>{}</f>"):
+        assert not accepts(compiler, params, text), text
+    with pytest.raises(InvalidRequestError, match="lacks 'triggers'"):
+        after(StructuredOutputsParams(structural_tag={"structures": [structure]}), "</think>")
+
+
 @pytest.mark.parametrize(
     ("format", "reason"),
     [
