@@ -65,8 +65,7 @@ class AsyncLLM:
     ) -> None:
         self.config = config = config.with_max_model_len(ready.max_model_len)
         self.model_config, self.tokenizer = config.model, tokenizer
-        self.observer = Observer()
-        self.num_blocks = ready.num_blocks
+        self.observer, self.num_blocks = Observer(), ready.num_blocks
         self._client, self._options = client, options
         self._inputs = inputs = AsyncInputs(config, tokenizer, options.engine == "thread")
         self.prepare, self.token_ids, self.render_chat = inputs.prepare, inputs.token_ids, inputs.render_chat
@@ -314,10 +313,12 @@ class AsyncLLM:
             InvalidRequestError: another level or mode.
         """
         require(mode in (None, *_MODES), "mode", mode, "'abort', 'wait', 'keep' or None")
-        while not (sleeps := await self._call("sleep", level, mode == "keep")) and mode is not None:
+        while True:
+            # A pause may keep some, which are in nobody's way.
             await self.abort([*self._external.values()] if mode == "abort" else ())
+            if (sleeps := await self._call("sleep", level, mode == "keep")) or mode is None:
+                return sleeps
             await asyncio.sleep(0.01)
-        return sleeps
 
     async def wake_up(self, tags: list[str] | None = None) -> None:
         """Take requests again, once all is loaded: see `LLM.wake_up`."""

@@ -108,8 +108,7 @@ class Speculation:
         if self._is_resting:
             return found
         num_rows, pace, proposer = len(self._batch.rows), self.pace, self.proposer
-        asked = self._observe(lanes, found)
-        if not asked or num_rows >= proposer.max_batch:
+        if not (asked := self._observe(lanes, found)) or num_rows >= proposer.max_batch:
             return found
         if pace is not None:
             if not pace.choose([*asked.values()], num_rows, proposer.max_drafts, proposer):

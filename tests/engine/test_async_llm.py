@@ -210,6 +210,24 @@ def test_what_runs_is_ended_or_waited_for_when_it_is_to_sleep(engine: Engine) ->
     assert engine.run(sleep_beside("wait")) == (True, "length")
 
 
+def test_what_a_pause_keeps_is_ended_when_it_is_to_sleep_so(engine: Engine) -> None:
+    params = SamplingParams(max_tokens=200, ignore_eos=True)
+
+    async def check() -> None:
+        running = asyncio.create_task(engine.collect(PROMPTS[0], params))
+        while not engine.llm.stats().num_requests_running:
+            await asyncio.sleep(0.001)
+        await engine.llm.pause_generation(mode="keep")
+        assert await engine.llm.sleep(1, "abort")
+        [*_, output] = await asyncio.wait_for(running, 5)
+        assert output.outputs[0].finish_reason == "abort"
+        await engine.llm.wake_up()
+        await engine.llm.resume_generation()
+        await engine.when_idle()
+
+    engine.run(check())
+
+
 @pytest.mark.slow
 def test_what_runs_is_kept_while_it_sleeps(engine: Engine) -> None:
     params = SamplingParams(max_tokens=60, temperature=0.0, ignore_eos=True, output_kind=RequestOutputKind.FINAL_ONLY)
