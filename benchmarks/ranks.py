@@ -64,7 +64,7 @@ def decode(options: argparse.Namespace, num_ranks: int, report: Any) -> None:
         options.model,
         tensor_parallel_size=num_ranks,
         show_progress=False,
-        max_model_len=1024,
+        max_model_len=512,
         num_kv_blocks=200,
         skip_tokenizer_init=True,
     )
@@ -88,14 +88,14 @@ def cpu_seconds(llm: LLM) -> float:
 
 
 def collectives(options: argparse.Namespace) -> None:
-    shared: dict[str, Any] = {"tensor_parallel_size": 2, "max_model_len": 1024, "num_kv_blocks": 200}
+    shared: dict[str, Any] = {"tensor_parallel_size": 2, "max_model_len": 512, "num_kv_blocks": 200}
     llms = {
         kind: LLM(options.model, tp_collective=kind, show_progress=False, skip_tokenizer_init=True, **shared)
         for kind in ("gather", "reduce")
     }
     print("requests x tokens   gather: ms, CPU ms a step   reduce: ms, CPU ms a step")
     for _ in range(options.rounds):
-        for count, num_prompt, num_tokens in ((1, 2, options.output_len), (16, 2, options.output_len), (1, 512, 1)):
+        for count, num_prompt, num_tokens in ((1, 2, options.output_len), (16, 2, options.output_len), (1, 511, 1)):
             params = SamplingParams(max_tokens=num_tokens, temperature=0.0, ignore_eos=True)
             told: list[str] = []
             for llm in llms.values():
