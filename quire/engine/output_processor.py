@@ -148,10 +148,8 @@ class RequestRecord:
     def output(self) -> RequestOutput:
         """The output to hand out; of deltas what is new since the last one, however many steps ago."""
         finished, delta = not self.num_left, self._delta
-        outputs: list[CompletionOutput] = []
-        for index, sequence in enumerate(self._chosen()):
-            if finished or not delta or self._is_due(sequence):
-                outputs.append(sequence.completion(self.params, delta, index))
+        due = [(i, each) for i, each in enumerate(self._chosen()) if finished or not delta or self._is_due(each)]
+        outputs = [sequence.completion(self.params, delta, index) for index, sequence in due]
         return structs.replace(self.shown, outputs=outputs, finished=finished)
 
     def ending(self, unfinished: str = "abort") -> tuple[str, list[str], int]:

@@ -103,8 +103,7 @@ async def unload_adapter(body: UnloadRequest, state: State) -> PlainTextResponse
 
 def _request(name: str, path: str) -> AdapterRequest:
     """An adapter of the kind that its folder says."""
-    num_virtual = num_virtual_tokens(path, name)
-    common = name, next(_ids), path
+    num_virtual, common = num_virtual_tokens(path, name), (name, next(_ids), path)
     return PromptAdapterRequest(*common, num_virtual) if num_virtual else LoRARequest(*common)
 
 

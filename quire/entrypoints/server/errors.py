@@ -83,10 +83,9 @@ def describe(error: Exception) -> ErrorInfo:
             return _info(503, error, "overloaded", headers={"Retry-After": str(error.retry_after)})
         case errors.EngineStoppedError():
             return _info(503, error, "stopping", headers={"Retry-After": "1"})
-        case errors.EngineDeadError():
-            return _info(500, error, "engine_dead")
-        case errors.RequestFailedError():
-            return _info(500, error, "request_failed")
+        case errors.EngineDeadError() | errors.RequestFailedError():
+            is_dead = isinstance(error, errors.EngineDeadError)
+            return _info(500, error, "engine_dead" if is_dead else "request_failed")
         case RecursionError():  # the body could be read, but not what it says be worked with
             return _info(400, "the body's JSON is nested too deeply.", None)
         case _:
@@ -189,8 +188,7 @@ _TYPES = ("str", "int", "float", "bool", "none", "list", "dict")
 
 def _place(location: Sequence[str | int]) -> str | None:
     """Where an error is, as `messages[0].role`; the names that pydantic gives a union's branches are left out."""
-    keys = location[1:] if location and location[0] in _SOURCES else location
-    place = ""
+    place, keys = "", location[1:] if location and location[0] in _SOURCES else location
     for key in keys:
         if isinstance(key, int):
             place += f"[{key}]"

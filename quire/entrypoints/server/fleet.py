@@ -45,8 +45,7 @@ class _Model:
     """One of the models, loaded or not."""
 
     def __init__(self, listed: Listed) -> None:
-        self.listed = listed
-        self.error = listed.error
+        self.listed, self.error = listed, listed.error
         self.client: ProcessClient | None = None  # from the moment that its process is started
         self.llm: AsyncLLM | None = None  # likewise, from the moment that it is ready
         self.state: ServerState | None = None  # while it serves

@@ -43,8 +43,7 @@ async def get_model(model: str, state: State) -> forms.ManagedModelCard | forms.
 async def tokenize(body: forms.TokenizeRequest, state: State) -> Response:
     """Token ids of a text, or of a conversation as the chat template writes it."""
     state.admit(body)
-    tokenizer = _tokenizer(state)
-    of_chat = forms.is_chat(body)
+    tokenizer, of_chat = _tokenizer(state), forms.is_chat(body)
     text = await _render(body, state) if of_chat else body.prompt
     ids = await state.llm.token_ids(text, not of_chat if body.add_special_tokens is None else body.add_special_tokens)
     strings = await asyncio.to_thread(tokenizer.convert_ids_to_tokens, ids) if body.return_token_strs else None

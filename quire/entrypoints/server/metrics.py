@@ -68,8 +68,7 @@ class ServingMetrics(Observer):
 
     def __init__(self, max_model_len: int = 32_768) -> None:
         """`max_model_len` bounds the histograms of token counts."""
-        self.num_prompt_tokens = self.num_cached_prompt_tokens = 0
-        self.num_generation_tokens = 0
+        self.num_prompt_tokens = self.num_cached_prompt_tokens = self.num_generation_tokens = 0
         self.finished: Counter[str] = Counter(dict.fromkeys(_FINISH_REASONS, 0))  # finish reason -> sequences
         self.event_loop_max_stall = 0.0
         self.histograms: list[Histogram] = []

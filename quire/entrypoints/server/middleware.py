@@ -12,6 +12,7 @@ import itertools
 import time
 import uuid
 from collections.abc import Iterable, Iterator
+from contextlib import suppress
 from typing import Any
 from urllib.parse import quote
 
@@ -138,11 +139,9 @@ class ApiKeys:
 
     def _valid_key(self, headers: Iterable[tuple[bytes, bytes]]) -> bytes | None:
         """The digest of the key that a request brings, if it is one of ours."""
-        found = None
-        for given in map(_digest, _keys_given(headers)):
-            for digest in self._digests:  # all of them, always: the time tells nothing
-                found = digest if hmac.compare_digest(given, digest) else found
-        return found
+        pairs = itertools.product(map(_digest, _keys_given(headers)), self._digests)
+        found = [own for given, own in pairs if hmac.compare_digest(given, own)]  # all, always: the time tells nothing
+        return found[-1] if found else None
 
 
 def _keys_given(headers: Iterable[tuple[bytes, bytes]]) -> Iterator[bytes]:
@@ -154,10 +153,8 @@ def _keys_given(headers: Iterable[tuple[bytes, bytes]]) -> Iterator[bytes]:
             if scheme.lower() == b"bearer":
                 yield rest.strip()
             elif scheme.lower() == b"basic":
-                try:
+                with suppress(binascii.Error):
                     yield base64.b64decode(rest.strip(), validate=True).partition(b":")[2]
-                except binascii.Error:
-                    continue
 
 
 def _digest(key: bytes) -> bytes:

@@ -229,12 +229,9 @@ def _log(request: TurnRequest, longest: int | None) -> None:
     """What comes from a client is quoted, so that it can't write lines of its own."""
     params = quoted(repr(request.params), 4000)[1:-1]
     for prompt in request.prompts[:_MOST_LOGGED]:
-        if prompt.text is None:
-            shown = f"token ids {prompt.token_ids[:longest]}"
-        else:
-            shown = quoted(prompt.text, len(prompt.text) if longest is None else longest)
-        told = quoted(request.request_id), len(prompt.token_ids), shown, params
-        logger.info("request %s: %d prompt tokens: %s; %s", *told)
+        ids, text = prompt.token_ids, prompt.text
+        shown = f"token ids {ids[:longest]}" if text is None else quoted(text, longest or len(text) * (longest is None))
+        logger.info("request %s: %d prompt tokens: %s; %s", quoted(request.request_id), len(ids), shown, params)
     if (num_more := len(request.prompts) - _MOST_LOGGED) > 0:
         logger.info("request %s: %d more prompts", quoted(request.request_id), num_more)
 

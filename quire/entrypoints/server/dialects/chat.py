@@ -129,8 +129,7 @@ class ChatWriter:
     tokenizer: Tokenizer | None = None  # for logprobs
 
     def __init__(self, body: ChatCompletionRequest, head: Head, turn: Turn, role: str, as_ids: bool) -> None:
-        self.turn = turn
-        self.ends_with_usage = body.wants_final_usage
+        self.turn, self.ends_with_usage = turn, body.wants_final_usage
         self._body, self._head = body, head
         self._running_usage, self.shows_thoughts = body.wants_running_usage, body.include_reasoning is not False
         self._role, self._as_ids = role, as_ids

@@ -76,9 +76,7 @@ class CompletionWriter:
     def __init__(
         self, body: CompletionRequest, head: Head, turn: Turn, logprobs: "_LogprobWriter | None", echoes: list[str]
     ) -> None:
-        self.turn = turn
-        self.ends_with_usage = body.wants_final_usage
-        self.opens_large = False
+        self.turn, self.ends_with_usage, self.opens_large = turn, body.wants_final_usage, False
         self._body, self._head = body, head
         self._logprobs, self._echoes = logprobs, echoes
         self._running_usage = body.wants_running_usage
@@ -152,8 +150,7 @@ class _LogprobWriter:
             start: where the first one begins.
             echo: the part of the text that is the prompt's.
         """
-        result = CompletionLogprobs()
-        offset = start
+        result, offset = CompletionLogprobs(), start
         for token_id, entry in zip(token_ids, entries, strict=True):
             chosen = entry[token_id] if entry is not None else None
             text = chosen.decoded_token if chosen is not None else self._decode(token_id)

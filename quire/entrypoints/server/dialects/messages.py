@@ -33,8 +33,7 @@ _DELTAS = {"text": ("text_delta", "text"), "thinking": ("thinking_delta", "think
 
 async def read_message(state: ServerState, body: ConversationRequest, request_id: str) -> Asked["MessageWriter"]:
     """See `Read`."""
-    model = state.admit(body)
-    fields = chat_fields(body)
+    model, fields = state.admit(body), chat_fields(body)
     if fields["continue_final_message"]:
         fields["add_generation_prompt"] = False
 

@@ -34,11 +34,8 @@ class JsonScanner:
     """
 
     def __init__(self) -> None:
-        self.done = False
-        self.taken = 0
-        self._text = ""
+        self.done, self.taken, self._copied, self._text = False, 0, 0, ""
         self._written: list[str] = []  # of this piece, before `_copied`
-        self._copied = 0
         self._run = self._whole()
 
     def feed(self, text: str) -> str:

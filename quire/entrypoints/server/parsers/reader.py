@@ -38,8 +38,7 @@ class Reader:
     def __init__(self, offer: base.Offer, new_id: Callable[[], str]) -> None:
         """`new_id` makes an id for a call."""
         self.offer, self.new_id = offer, new_id
-        self.functions = {function.name: function for function in offer.functions}
-        self.num_calls = 0
+        self.num_calls, self.functions = 0, {function.name: function for function in offer.functions}
         self._events: list[base.ContentEvent] = []
         self._text, self._at = "", 0
         self._closed = self._cut = False
@@ -164,8 +163,7 @@ class Reader:
         Raises:
             WrongCallError: the text ends before, or has more characters than `most`.
         """
-        seen = 0
-        longest = max(map(len, marks))
+        seen, longest = 0, max(map(len, marks))
         while True:
             found = _any_of(marks).search(self._text, self._at + seen)
             end = found.start() if found else len(self._text) - longest + 1
