@@ -168,8 +168,7 @@ def _describe_errors(schema: dict[str, Any]) -> None:
         schemas.pop(name, None)
     schemas |= {name: {"title": name, **fields} for name, fields in _ERROR_SCHEMAS.items()}
     for path, operation in _operations(schema):
-        content = _error_content(path)
-        responses = operation["responses"]
+        content, responses = _error_content(path), operation["responses"]
         responses.pop("422", None)
         statuses = [431, 500]
         if "requestBody" in operation:

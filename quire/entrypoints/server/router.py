@@ -43,8 +43,7 @@ class Router:
     def __init__(self, options: RouterOptions, num_blocks: Sequence[int]) -> None:
         """`num_blocks`: blocks in each replica's KV cache."""
         self.loads, self.is_open = [0] * len(num_blocks), [True] * len(num_blocks)
-        self._options = options
-        self._sizes = [min(count, _MOST_REMEMBERED) for count in num_blocks]
+        self._options, self._sizes = options, [min(count, _MOST_REMEMBERED) for count in num_blocks]
         self._held: list[OrderedDict[bytes, None]] = [OrderedDict() for _ in num_blocks]  # the last used at the end
         self._turn = 0
 

@@ -153,8 +153,7 @@ class ResponseWriter(EventWriter):
         spaces = [(space["name"], space["tools"]) for space in head["tools"] if space.get("type") == "namespace"]
         pairs = [{"namespace": name, "name": tool.get("name")} for name, tools in spaces for tool in tools]
         self._names = {flat_name(pair): pair for pair in pairs}
-        self._chat, self._head = chat, head
-        self._stem = head["id"].removeprefix("resp_")
+        self._chat, self._head, self._stem = chat, head, head["id"].removeprefix("resp_")
         self._output: list[dict[str, Any]] = []
         self._open: dict[str, Any] | None = None  # the item under way, which is the last
         self._pieces: list[str] = []  # of its text or arguments
