@@ -23,8 +23,7 @@ class InvalidRequestError(QuireError, ValueError):
 
     def __init__(self, message: str, param: str | None = None, code: str | None = None) -> None:
         super().__init__(message)
-        self.param = param
-        self.code = code
+        self.param, self.code = param, code
 
 
 def broken(field: str, value: object, rule: str) -> InvalidRequestError:

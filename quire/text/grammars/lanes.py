@@ -58,8 +58,7 @@ class Lanes:
     """
 
     def __init__(self, compiler: Compiler, done: Callable[[bytes, Any, float], None]) -> None:
-        self._compiler = compiler
-        self._done = done
+        self._compiler, self._done = compiler, done
         self._lanes = [Lane(partial(self._compile, pace)) for pace in range(NUM_PACES)]
 
     def put(self, key: bytes, params: StructuredOutputsParams) -> None:

@@ -25,10 +25,8 @@ class Meter:
     __slots__ = ("_clock", "_left", "is_spent", "is_watching")
 
     def __init__(self) -> None:
-        self._left = _SECONDS
-        self._clock = time.perf_counter
-        self.is_watching = False
-        self.is_spent = False
+        self._left, self._clock = _SECONDS, time.perf_counter
+        self.is_watching = self.is_spent = False
 
     def timed(self, function: Callable[..., Any], *args: Any) -> Any:
         """What the function returns, once its time is counted where that is watched."""

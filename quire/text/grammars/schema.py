@@ -151,14 +151,12 @@ class _Values:
     """Which subschemas some finite value satisfies. Each is tested again once one is found that it waits for."""
 
     def __init__(self, schema: dict[str, Any]) -> None:
-        self._root = schema
-        self._parts = dict(_parts(schema))
+        self._root, self._parts = schema, dict(_parts(schema))
         self._named = {f"#{p['$anchor']}": p for p in self._parts.values() if isinstance(p.get("$anchor"), str)}
         self._named |= {part["$id"]: part for part in self._parts.values() if isinstance(part.get("$id"), str)}
         self._finite: set[int] = set()
         self._waiting: dict[int, list[dict[str, Any]]] = {}  # by the one that it waits for
-        self._tested = schema
-        self._num_tests = 0
+        self._tested, self._num_tests = schema, 0
 
     def check(self) -> None:
         """Raise unless there is a value for the whole."""
