@@ -262,16 +262,14 @@ class Builder:
         *,
         activation: str,
         shared_size: int = 0,
-        shared_gate: bool = True,
         bias: bool = False,
         choosing_bias: bool = False,
     ) -> MixtureOfExperts:
         """A mixture of gated MLPs, and where `shared_size` is not 0 one more that all tokens share.
 
         Args:
-            shared_gate: whether a gate weighs that one.
             bias: of the router, and of the experts' matrices.
-            choosing_bias: whether `routing` is to have a bias.
+            choosing_bias: `routing` is to have a bias, and the shared expert no gate that weighs it.
         """
         if choosing_bias:  # in float32 whatever the model's type, as kernels read it
             routing = replace(routing, bias=nn.Parameter(torch.empty(routing.num_experts), requires_grad=False))
@@ -285,7 +283,7 @@ class Builder:
         shared: tuple[GatedMLP, Linear | None] | None = None
         if shared_size:
             expert = self.child("shared_expert").gated_mlp(size, shared_size, activation=activation)
-            shared = expert, self.linear("shared_expert_gate", size, 1, plain=True) if shared_gate else None
+            shared = expert, self.linear("shared_expert_gate", size, 1, plain=True) if not choosing_bias else None
         return MixtureOfExperts(routing, gate, experts, shared, owners)
 
     def _place(self, name: str, *, parts: tuple[str, ...] = (), table: bool = False) -> Place:

@@ -1,15 +1,17 @@
 """Llama's kin that have a mixture of experts in place of the MLP, in all layers or in some.
 
-Qwen2-MoE (arXiv:2407.10671), with an expert that every token shares, weighed by a gate of its own, and Qwen3-MoE
-(arXiv:2505.09388); OLMoE (arXiv:2409.02060), with OLMo 2's norms of whole queries and keys; GraniteMoE (Granite 3's 1B
-and 3B of A400M and A800M, and PowerMoE); and with a bias by which experts are chosen, and a shared one without a gate,
-ERNIE 4.5's (21B-A3B), GLM-4.5 to 4.7 (arXiv:2508.06471) and dots.llm1 (arXiv:2506.05767). Checkpoints hold experts one
-by one, or a layer's as one tensor, as transformers writes them where it is asked to. Mixtral and gpt-oss, whose
-checkpoints have names of their own throughout, are in files of theirs.
+Mixtral (arXiv:2401.04088), which is Mistral but for that; Qwen2-MoE (arXiv:2407.10671), with an expert that every token
+shares, weighed by a gate of its own, and Qwen3-MoE (arXiv:2505.09388); OLMoE (arXiv:2409.02060), with OLMo 2's norms of
+whole queries and keys; GraniteMoE (Granite 3's 1B and 3B of A400M and A800M, and PowerMoE), and Granite 4 where every
+layer attends (350M, 1B, Micro), whose plain MLPs are kept as a mixture's shared experts; gpt-oss (arXiv:2508.10925),
+with biases, attention sinks and windows, whose router weighs those chosen by their scores alone; and with a bias by
+which experts are chosen, and a shared one without a gate, ERNIE 4.5's (21B-A3B) and GLM-4.5 to 4.7
+(arXiv:2508.06471). Checkpoints hold experts one by one, or a layer's as one tensor (`quire.models.stacked`).
 """
 
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 from torch import Tensor
@@ -21,6 +23,7 @@ from quire.models.llama import FeedForward, LlamaShape, biases, ernie_shape, gat
 from quire.models.settings import count, indices, number
 from quire.models.stacked import cut_experts
 from quire.models.weights import CheckpointFormat, Cut, TensorSpec
+from quire.ops.activation import OAI_LIMIT, OAI_SLOPE
 
 _BLOCK = ".block_sparse_moe."
 _GRANITE_NAMES = {
@@ -48,6 +51,13 @@ _GLM = replace(FORMAT, names=(_SHARED, (".mlp.e_score_", ".mlp.gate.e_score_")))
 _ERNIE = CheckpointFormat(
     names=(_SHARED, (".mlp.e_score_", ".mlp.moe_statics.e_score_")), left_out=("mtp_",), cut=_cut_ernie
 )
+_GPT_OSS = CheckpointFormat(names=((".mlp.gate.", ".mlp.router."),), cut=partial(cut_experts, by_turns=True))
+_MIXTRAL = CheckpointFormat(
+    names=((".mlp.", _BLOCK), (".gate_proj.", ".w1."), (".up_proj.", ".w3."), (".down_proj.", ".w2."))
+)
+_HYBRID = CheckpointFormat(
+    names=((".mlp.gate_up_proj.", ".shared_mlp.input_linear."), (".mlp.down_proj.", ".shared_mlp.output_linear."))
+)
 _GRANITE = CheckpointFormat(names=((".mlp.", _BLOCK), (".gate.", ".router.layer.")), cut=_cut_granite)
 
 
@@ -73,6 +83,36 @@ def mixture(
     return lambda index, builder: (
         plain(index, builder) if is_plain(index) else builder.experts(*sizes, routing, **others)
     )
+
+
+def mixtral_shape(config: ModelConfig) -> LlamaShape:
+    """MixtralForCausalLM."""
+    return LlamaShape(feed_forward=mixture(config), form=_MIXTRAL)
+
+
+def gpt_oss_shape(config: ModelConfig) -> LlamaShape:
+    """GptOssForCausalLM."""
+    for key, wanted in (("swiglu_limit", OAI_LIMIT), ("swiglu_alpha", OAI_SLOPE)):
+        if (found := number(config, key, wanted)) != wanted:
+            said = f"config.json of model {config.model!r} has {key} = {found}"
+            raise ModelLoadError(f"{said}; only {wanted} is supported.")
+    experts = mixture(config, bias=True, activation="swiglu_oai")
+    return replace(biases(config, default=True), sinks=True, feed_forward=experts, form=_GPT_OSS)
+
+
+def granite_hybrid_shape(config: ModelConfig) -> LlamaShape:
+    """GraniteMoeHybridForCausalLM without state spaces (arXiv:2405.21060) and experts.
+
+    Where "rope" is not its `position_embedding_type`, nothing rotates.
+    """
+    if config.hf_config.get("layer_types") is None or count(config, "num_local_experts", 8, least=0):
+        raise ModelLoadError(
+            f"model {config.model!r} has layers of state spaces, or experts (layer_types, num_local_experts): of this "
+            "architecture only models of attention and plain MLPs are supported."
+        )
+    inner = replace(config, intermediate_size=count(config, "shared_intermediate_size", 1024))
+    rotated = (config.hf_config.get("position_embedding_type") == "rope",) * config.num_layers
+    return replace(granite_shape(config), feed_forward=gated_mlp(inner, fused=True), rotated=rotated, form=_HYBRID)
 
 
 def granite_moe_shape(config: ModelConfig) -> LlamaShape:
@@ -122,22 +162,17 @@ def _of_qwen(config: ModelConfig, renormalize: bool | None = None, shared_size: 
 
 def glm_shape(config: ModelConfig) -> LlamaShape:
     """Glm4MoeForCausalLM."""
-    head_norms = bool(config.hf_config.get("use_qk_norm", False))
-    return replace(dots_shape(config, renormalize=True), head_norms=head_norms, output_bias=False)
-
-
-def dots_shape(config: ModelConfig, renormalize: bool = False) -> LlamaShape:
-    """Dots1ForCausalLM. `renormalize`: of the experts' weights, where config.json does not say whether."""
     if count(config, "n_group", 1) != 1:
         raise ModelLoadError(f"model {config.model!r} chooses groups of experts first (n_group): not supported yet.")
     num_experts, top_k = count(config, "n_routed_experts", 128), count(config, "num_experts_per_tok", 8)
-    renormalize = bool(config.hf_config.get("norm_topk_prob", renormalize))
+    renormalize = bool(config.hf_config.get("norm_topk_prob", True))
     routing = Routing(num_experts, top_k, renormalize, True, number(config, "routed_scaling_factor", 1.0))
-    inner_size, num_plain = count(config, "moe_intermediate_size", 1408), count(config, "first_k_dense_replace", 0, 0)
-    num_shared = count(config, "n_shared_experts", 0, least=0)
-    experts = _chosen(config, routing, inner_size, num_shared, lambda index: index < num_plain)
+    inner_size, num_plain = count(config, "moe_intermediate_size", 1408), count(config, "first_k_dense_replace", 1, 0)
+    shared_size = inner_size * count(config, "n_shared_experts", 1)
+    experts = mixture(config, routing, inner_size, lambda i: i < num_plain, choosing_bias=True, shared_size=shared_size)
     form = replace(_GLM, left_out=(f"layers.{config.num_layers}.",))  # which drafts
-    return replace(biases(config), head_norms=True, feed_forward=experts, form=form)
+    bias, norms = bool(config.hf_config.get("attention_bias", False)), bool(config.hf_config.get("use_qk_norm", False))
+    return LlamaShape(bias, head_norms=norms, feed_forward=experts, form=form)
 
 
 def ernie_moe_shape(config: ModelConfig) -> LlamaShape:
@@ -150,13 +185,6 @@ def ernie_moe_shape(config: ModelConfig) -> LlamaShape:
     def is_plain(index: int) -> bool:
         return not first <= index <= last or (index + 1) % every != 0
 
-    experts = _chosen(config, routing, inner_size, count(config, "moe_num_shared_experts", 2, least=0), is_plain)
+    shared_size = inner_size * count(config, "moe_num_shared_experts", 2, least=0)
+    experts = mixture(config, routing, inner_size, is_plain, choosing_bias=True, shared_size=shared_size)
     return replace(ernie_shape(config), feed_forward=experts, form=_ERNIE)
-
-
-def _chosen(
-    config: ModelConfig, routing: Routing, inner_size: int, num_shared: int, is_plain: Callable[[int], bool]
-) -> FeedForward:
-    """Experts that are chosen with a bias, and one without a gate in place of those that all tokens share."""
-    others = {"choosing_bias": True, "shared_size": inner_size * num_shared, "shared_gate": False}
-    return mixture(config, routing, inner_size, is_plain, **others)

@@ -209,13 +209,6 @@ def glm_moe(dice: Dice) -> Drawn:
     return found | {"routed_scaling_factor": dice.choice([1.0, 2.5]), "use_qk_norm": dice.random() < 0.5}
 
 
-def dots1(dice: Dice) -> Drawn:
-    found = {
-        name: value for name, value in glm_moe(dice).items() if name not in ("partial_rotary_factor", "use_qk_norm")
-    }
-    return found | {"sliding_window": dice.choice([None, 7, 40]), "max_window_layers": dice.choice([0, 1, 62])}
-
-
 def exaone4(dice: Dice) -> Drawn:
     found = own_heads(dice) | {"sliding_window": dice.choice([5, 24, 70])}
     full = {"sliding_window": None, "layer_types": ["full_attention"] * found["num_hidden_layers"]}
@@ -301,7 +294,6 @@ DRAWS: dict[str, Callable[[Dice], Drawn]] = {
     "glm": glm,
     "glm4": glm,
     "glm4-moe": glm_moe,
-    "dots1": dots1,
     "ernie4.5-moe": ernie_moe,
     "gemma": gemma,
     "gemma2": later_gemma,

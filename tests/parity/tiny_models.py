@@ -391,14 +391,6 @@ CASES: dict[str, tuple[str, str, dict[str, Any]]] = {
         | {"head_dim": 12, "use_qk_norm": True, "attention_bias": True, "norm_topk_prob": False}
         | {"first_k_dense_replace": 0, "n_shared_experts": 2, "partial_rotary_factor": 1.0},
     ),
-    "dots1": ("Dots1Config", "Dots1ForCausalLM", GLM_MOE | {"head_dim": 8, "first_k_dense_replace": 1}),
-    "dots1-windows": (
-        "Dots1Config",
-        "Dots1ForCausalLM",
-        GLM_MOE
-        | {"sliding_window": 24, "max_window_layers": 1, "norm_topk_prob": True, "attention_bias": True}
-        | {"n_shared_experts": 2, "routed_scaling_factor": 2.5, "num_experts_per_tok": 6},
-    ),
     "glm4": ("Glm4Config", "Glm4ForCausalLM", LLAMA | {"head_dim": 16}),
     "glm4-whole-heads": (
         "Glm4Config",
@@ -477,7 +469,6 @@ WITH_EXPERTS = (
     "granitemoe",
     "glm4-moe",
     "ernie4.5-moe",
-    "dots1",
 )
 FAMILIES = (
     "llama",

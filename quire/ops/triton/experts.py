@@ -143,11 +143,7 @@ def mix(x: Tensor, weights: Tensor, chosen: Tensor, experts: Experts) -> Tensor:
 
 
 def _multiply(
-    x: Tensor,
-    name: str,
-    matrices: Sequence[Mapping[str, Tensor]],
-    rows: tuple[Tensor, Tensor, int],
-    experts: Experts,
+    x: Tensor, name: str, matrices: Sequence[Mapping[str, Tensor]], rows: tuple[Tensor, Tensor, int], experts: Experts
 ) -> Tensor:
     """Products of sorted rows, each with the matrix of its expert; `name` of the product, for its addresses."""
     order, starts, shared = rows
