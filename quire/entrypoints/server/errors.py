@@ -83,9 +83,10 @@ def describe(error: Exception) -> ErrorInfo:
             return _info(503, error, "overloaded", headers={"Retry-After": str(error.retry_after)})
         case errors.EngineStoppedError():
             return _info(503, error, "stopping", headers={"Retry-After": "1"})
-        case errors.EngineDeadError() | errors.RequestFailedError():
-            is_dead = isinstance(error, errors.EngineDeadError)
-            return _info(500, error, "engine_dead" if is_dead else "request_failed")
+        case errors.EngineDeadError():
+            return _info(500, error, "engine_dead")
+        case errors.RequestFailedError():
+            return _info(500, error, "request_failed")
         case RecursionError():  # the body could be read, but not what it says be worked with
             return _info(400, "the body's JSON is nested too deeply.", None)
         case _:

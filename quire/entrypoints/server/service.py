@@ -230,7 +230,8 @@ def _log(request: TurnRequest, longest: int | None) -> None:
     params = quoted(repr(request.params), 4000)[1:-1]
     for prompt in request.prompts[:_MOST_LOGGED]:
         ids, text = prompt.token_ids, prompt.text
-        shown = f"token ids {ids[:longest]}" if text is None else quoted(text, longest or len(text) * (longest is None))
+        most = len(text or "") if longest is None else longest
+        shown = f"token ids {ids[:longest]}" if text is None else quoted(text, most)
         logger.info("request %s: %d prompt tokens: %s; %s", quoted(request.request_id), len(ids), shown, params)
     if (num_more := len(request.prompts) - _MOST_LOGGED) > 0:
         logger.info("request %s: %d more prompts", quoted(request.request_id), num_more)

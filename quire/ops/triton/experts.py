@@ -117,9 +117,8 @@ def route(scores: Tensor, routing: Routing) -> tuple[Tensor, Tensor]:
     weights = torch.empty(num_rows, top_k, dtype=torch.float32, device=scores.device)
     chosen = torch.empty(num_rows, top_k, dtype=torch.int32, device=scores.device)
     told = {"TOP_K": top_k, "RENORMALIZE": routing.renormalize, "BY_SIGMOID": routing.by_sigmoid}
-    told |= {"BLOCK": triton.next_power_of_2(count)}
-    given = scores.contiguous(), weights, chosen, routing.bias, count, routing.factor
-    launch(_route, (num_rows,), *given, **told, num_warps=1)
+    told |= {"BLOCK": triton.next_power_of_2(count), "num_warps": 1}
+    launch(_route, (num_rows,), scores.contiguous(), weights, chosen, routing.bias, count, routing.factor, **told)
     return weights, chosen
 
 
