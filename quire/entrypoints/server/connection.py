@@ -15,12 +15,14 @@ from quire.entrypoints.server.errors import ErrorInfo, error_body
 from quire.entrypoints.server.middleware import OUTLET
 from quire.entrypoints.server.options import ServerArgs
 
+_EVENTS_AT_ONCE = 64  # of one client, for which all others wait: a body may come in chunks of a byte
+
 
 class Connection(H11Protocol):
     """Is closed when a request's headers or its body take too long, from their first byte to their last.
 
     Before the first request, the time for the headers starts with the connection; between two requests, it is
-    uvicorn's keep-alive timeout that counts.
+    uvicorn's keep-alive timeout that counts. What comes in very small pieces is handled a few pieces at a time.
     """
 
     def __init__(self, options: ServerArgs, *args: Any, **kwargs: Any) -> None:
@@ -28,28 +30,23 @@ class Connection(H11Protocol):
         self._timeouts = {"headers": options.timeout_headers, "body": options.timeout_body}
         self._awaited: str | None = None  # "headers" or "body": what has begun to come
         self._deadline: asyncio.TimerHandle | None = None
+        self._num_events, self._next_event = 0, self.conn.next_event
+        self.conn.next_event = self._next_in_turn  # type: ignore[method-assign]
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
         self._await("headers")
 
-    def data_received(self, data: bytes) -> None:
-        super().data_received(data)
-        self._note_progress()
-
     def handle_events(self) -> None:
-        before = self.cycle
+        before, self._num_events = self.cycle, 0
         super().handle_events()
+        self._note_progress()
         if self.cycle is not before:  # the application starts after this
             # Proxies may ask by the whole URL (RFC 9112, 3.2.2).
             self.scope["path"] = re.sub("(?i)^https?://[^/]*", "", self.scope["path"]) or "/"
             # What came by HTTP/1.1 is answered in chunks, where no length is said.
             if self.scope["http_version"] == "1.1" and self.scope["method"] == "POST":
                 self.cycle.scope[OUTLET] = ChunkOutlet(self.cycle)  # type: ignore[typeddict-unknown-key]
-
-    def on_response_complete(self) -> None:
-        super().on_response_complete()
-        self._note_progress()
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._await(None)
@@ -71,6 +68,21 @@ class Connection(H11Protocol):
         headers = f"content-type: application/json\r\ncontent-length: {len(body)}\r\nconnection: close\r\n\r\n"
         self.transport.write(b"HTTP/1.1 400 Bad Request\r\n" + headers.encode() + body)
         self.transport.close()
+
+    def _next_in_turn(self) -> Any:
+        """h11's next event; none for now where others have waited long enough."""
+        self._num_events += 1
+        if self._num_events <= _EVENTS_AT_ONCE:
+            return self._next_event()
+        self.transport.pause_reading()
+        self.loop.call_soon(self._go_on)
+        return h11.NEED_DATA
+
+    def _go_on(self) -> None:
+        if not self.flow.read_paused:
+            self.transport.resume_reading()
+        if not self.transport.is_closing():
+            self.handle_events()
 
     def _note_progress(self) -> None:
         state = self.conn.their_state

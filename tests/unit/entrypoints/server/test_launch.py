@@ -300,6 +300,35 @@ def test_a_body_that_turns_bad_while_it_comes(make_state: State) -> None:
 # ---- the event loop
 
 
+@pytest.mark.parametrize("method", ["POST", "GET"])
+def test_bodies_of_tiny_chunks_do_not_hold_the_event_loop(make_state: State, method: str) -> None:
+    """Each byte of them costs as much as a whole body: others have their turn meanwhile, and all of it is read."""
+    text = b"{" * 40_000
+    path = b"/tokenize" if method == "POST" else b"/version"
+    head = method.encode() + b" %b HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\n" % path
+    body = b"transfer-encoding: chunked\r\n\r\n" + b"".join(b"1\r\n%c\r\n" % byte for byte in text) + b"0\r\n\r\n"
+    last = b"GET /version HTTP/1.1\r\nhost: x\r\nconnection: close\r\n\r\n"
+    num_turns = 0
+
+    async def watch() -> None:
+        nonlocal num_turns
+        while True:
+            await asyncio.sleep(0)
+            num_turns += 1
+
+    async def story() -> bytes:
+        async with running(make_state()) as (_, port):
+            watcher = asyncio.create_task(watch())
+            answer = await ask(port, head + body + last)
+            watcher.cancel()
+            return answer
+
+    answer = asyncio.run(story())
+    assert answer.startswith(b"HTTP/1.1 400" if method == "POST" else b"HTTP/1.1 200"), answer
+    assert answer.count(b"HTTP/1.1 200") == 1 + (method == "GET"), "what follows on the connection is answered"
+    assert num_turns > len(text) / 100
+
+
 @pytest.mark.parametrize(("num_in_flight", "seconds"), [(1, 0.3), (0, 0.6)])
 def test_stalls_of_the_event_loop_are_measured(num_in_flight: int, seconds: float) -> None:
     """Of an idle server's those that are longer than it sleeps."""
