@@ -54,15 +54,16 @@ class DiskTier:
 
     def take(self, news: DiskNews) -> list[bytes]:
         """The worker's answers: what was read can be found from now on. Returns names of which no read is under way."""
-        stats = self._stats
-        stats.disk_written_blocks_total, stats.disk_failed_writes_total = news.num_written, news.num_failed
-        stats.disk_damaged_files_total, stats.disk_removed_files_total = news.num_damaged, news.num_removed
+        self._stats.disk_written_blocks_total += news.num_written
+        self._stats.disk_failed_writes_total += news.num_failed
+        self._stats.disk_damaged_files_total += news.num_damaged
+        self._stats.disk_removed_files_total += news.num_removed
         answered: dict[bytes, None] = {}
         for group, host, was_read in news.fetched:
             name = self.under_way.pop((group, host))
             answered[name] = None
-            stats.disk_hits_total += was_read
-            stats.disk_misses_total += not was_read
+            self._stats.disk_hits_total += was_read
+            self._stats.disk_misses_total += not was_read
             if was_read and self._is_open:
                 self._host[group].register(host, name)
             else:

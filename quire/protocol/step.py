@@ -148,7 +148,7 @@ class SequenceResult(msgspec.Struct, frozen=True, array_like=True, gc=False):
 
 
 class DiskNews(msgspec.Struct, frozen=True):
-    """What became of blocks on the disk: answers since the last result, and counts since the start."""
+    """What became of blocks on the disk since the last result."""
 
     fetched: list[tuple[int, int, bool]] = []  # (group, host block, whether it was read), in the order of the asking
     num_written: int = 0  # blocks

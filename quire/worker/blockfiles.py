@@ -16,6 +16,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import count
+from operator import sub
 from pathlib import Path
 
 from quire.protocol.step import DiskNews
@@ -83,6 +84,7 @@ class BlockFiles:
         self._num_reading = 0  # asked and not answered yet
         self._waiting: dict[tuple[int, bytes], memoryview] = {}  # group, name -> to be written; the thread takes out
         self._num_written = self._num_damaged = self._num_failed = self._num_removed = 0
+        self._told = [0, 0, 0, 0]  # of them, in the order of `news`
         self._total = 0  # bytes in the folder, as far as is known
         self._is_full = False
         self._warned = False
@@ -135,8 +137,10 @@ class BlockFiles:
         self._num_reading = 0
 
     def news(self, fetched: list[tuple[int, int, bool]]) -> DiskNews:
-        """The counts, and these answers."""
-        return DiskNews(fetched, self._num_written, self._num_damaged, self._num_failed, self._num_removed)
+        """These answers, and the counts since the last call."""
+        counts = [self._num_written, self._num_damaged, self._num_failed, self._num_removed]
+        told, self._told = self._told, counts
+        return DiskNews(fetched, *map(sub, counts, told))
 
     def close(self) -> None:
         """Write what waits, for some seconds at most, and end; safe to call twice."""

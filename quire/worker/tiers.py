@@ -77,7 +77,6 @@ class DiskCache:
     def __init__(self, host: HostCache, files: BlockFiles) -> None:
         self._host, self._files = host, files
         self._has_nothing_else = False  # the last plan computes nothing
-        self._told = DiskNews()
         self.close = weakref.finalize(self, files.close)
 
     def begin(self, plan: StepPlan) -> None:
@@ -100,10 +99,7 @@ class DiskCache:
                 self._host.blocks[read.group].numpy()[read.host] = np.frombuffer(read.data, np.uint8)
             fetched.append((read.group, read.host, read.data is not None))
         news = self._files.news(fetched)
-        if news == self._told:
-            return None
-        self._told = self._files.news([])
-        return news
+        return None if news == DiskNews() else news
 
     def reset(self) -> None:
         """Forget what was asked."""

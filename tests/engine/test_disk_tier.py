@@ -104,6 +104,17 @@ def test_blocks_that_a_sleep_has_lost_are_not_written(start: Callable[..., LLMEn
     assert answer(start(), LONG) == expected
 
 
+def test_counts_never_go_back(start: Callable[..., LLMEngine]) -> None:
+    """Who wakes up counts from 0, and Prometheus takes a counter that falls for a restart."""
+    one = start()
+    answer(one, LONG)
+    wait_until(lambda: answer(one, [5, 6]) and tiers(one).disk_written_blocks_total == 9, 10)
+    assert one.core.call("sleep")
+    one.core.call("wake_up", None)
+    answer(one, [*range(30, 60)])
+    wait_until(lambda: answer(one, [5, 6]) and tiers(one).disk_written_blocks_total == 13, 10)
+
+
 def test_no_step_waits_for_a_disk_that_hangs(
     start: Callable[..., LLMEngine], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
