@@ -102,8 +102,8 @@ def describe_address(listener: socket.socket, args: ServerArgs) -> str:
     note = f"{open_to}; " if host in ("0.0.0.0", "::") else ""
     shown = "127.0.0.1" if host == "0.0.0.0" else f"[{host}]" if ":" in host else host
     scheme = "http" if args.ssl_certfile is None else "https"
-    docs = "" if args.disable_fastapi_docs else "docs: /docs, "
-    return f"{scheme}://{shown}:{port}{args.root_path} ({note}{docs}playground: /)"
+    docs = "" if args.disable_fastapi_docs else f"docs: {args.root_path}/docs, "
+    return f"{scheme}://{shown}:{port}{args.root_path} ({note}{docs}playground: {args.root_path}/)"
 
 
 def ssl_context(args: ServerArgs) -> ssl.SSLContext | None:

@@ -123,8 +123,10 @@ def error_response(error: Exception, scope: Scope) -> Response:
 
 
 def route_path(scope: Scope) -> str:
-    """The path that routes are matched against: without the part that a proxy adds; never taken from a header."""
-    return scope["path"].removeprefix(scope.get("root_path", ""))
+    """The path that routes are matched against: without the part that a proxy adds, or a slash at its end, as some ask
+    for /metrics; never taken from a header.
+    """
+    return scope["path"].removeprefix(scope.get("root_path", "")).removesuffix("/") or "/"
 
 
 def is_anthropic(scope: Scope) -> bool:

@@ -125,6 +125,7 @@ def test_load_counts_work_only(make_state: Callable[..., Any], async_llm) -> Non
     async_llm.check_health = note
     client = TestClient(build_app(state))
     assert client.get("/load").json() == {"server_load": 0}
+    assert client.get("/load/").json() == {"server_load": 0}
     client.get("/health")
     client.get("/ping")
     assert seen == [0, 0]

@@ -449,9 +449,10 @@ def test_unix_sockets(tmp_path: Path) -> None:
         ({"host": "127.0.0.1"}, "http://127.0.0.1:PORT (docs: /docs, playground: /)"),
         ({}, "http://127.0.0.1:PORT (all interfaces, and no API key; docs: /docs, playground: /)"),
         ({"api_key": ["k"]}, "http://127.0.0.1:PORT (all interfaces; docs: /docs, playground: /)"),
+        ({"host": "127.0.0.1", "root_path": "/x"}, "http://127.0.0.1:PORT/x (docs: /x/docs, playground: /x/)"),
         (
             {"host": "127.0.0.1", "root_path": "/x", "disable_fastapi_docs": True},
-            "http://127.0.0.1:PORT/x (playground: /)",
+            "http://127.0.0.1:PORT/x (playground: /x/)",
         ),
     ],
 )
