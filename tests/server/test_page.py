@@ -385,6 +385,22 @@ def test_the_page_survives_its_server(browser: Browser) -> None:
         assert answer(browser)
 
 
+def test_an_engine_that_rests_is_not_called_live(browser: Browser) -> None:
+    port = free_port()
+
+    def change(path: str) -> None:
+        given = {"Authorization": "Bearer sesame"}
+        urllib.request.urlopen(urllib.request.Request(f"http://127.0.0.1:{port}/{path}", b"", given)).close()
+
+    with serving(port, "--api-key", "sesame"):
+        load(browser, f"http://user:sesame@127.0.0.1:{port}/")
+        for rest, text, end in (("pause", "Paused", "resume"), ("sleep", "Asleep", "wake_up")):
+            change(rest)
+            browser.wait(f"$('status').textContent === '{text}'")
+            change(end)
+            browser.wait("$('status').textContent === 'Live'")
+
+
 def test_the_models_of_a_server_are_a_table(browser: Browser, tmp_path: Path) -> None:
     """With state, sizes and what went wrong; the one that is chosen there is asked, and its engine shown."""
     demo = resolve_model_path("demo")

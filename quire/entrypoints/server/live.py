@@ -88,6 +88,7 @@ class LiveFeed:
             "num_prompt_tokens": metrics.num_prompt_tokens,  # this and those below: since the start
             "num_generation_tokens": metrics.num_generation_tokens,
             "finished": metrics.finished,  # finish reason -> sequences
+            "is_paused": await self._llm.is_paused(),
         }
         return _event("snapshot", newest)
 

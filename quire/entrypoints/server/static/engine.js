@@ -160,7 +160,12 @@ function connect() {
     seconds = flatten(JSON.parse(event.data).seconds);
     drawCharts();
   });
-  stream.addEventListener("snapshot", (event) => { heard = Date.now(); say("live", "Live"); show(JSON.parse(event.data)); });
+  stream.addEventListener("snapshot", (event) => {
+    const snapshot = JSON.parse(event.data), rests = snapshot.stats.sleep_state !== "awake" ? "Asleep" : snapshot.is_paused && "Paused";
+    heard = Date.now();
+    say(rests ? "wait" : "live", rests || "Live");
+    show(snapshot);
+  });
   stream.addEventListener("ended", (event) => again(upper(JSON.parse(event.data).message)));
   stream.addEventListener("error", () => again("Server gone, trying again"));
 }

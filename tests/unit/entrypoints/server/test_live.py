@@ -29,6 +29,9 @@ class FakeLLM:
         self.num_asked = 0
         self.error: Exception | None = None
 
+    async def is_paused(self) -> bool:
+        return self.num_asked > 1
+
     async def snapshot(self, mark: str | None = None) -> EngineSnapshot:
         self.num_asked += 1
         await asyncio.sleep(0)
@@ -75,6 +78,9 @@ def test_a_viewer_gets_the_history_and_then_snapshots() -> None:
         assert base64.b64decode(snapshot["blocks"]["cells"]) == bytes([0xF0, 0])
         assert snapshot["blocks"]["num_used"] == 1
         assert snapshot["finished"]["stop"] == 0
+        assert snapshot["is_paused"] is False
+        ((_, snapshot),) = events(await anext(stream))
+        assert snapshot["is_paused"] is True
         await stream.aclose()
 
     run(check)
