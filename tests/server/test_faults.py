@@ -465,6 +465,35 @@ def failed_start(*arguments: str, env: dict[str, str] | None = None) -> tuple[in
     return done.returncode, log
 
 
+@pytest.mark.parametrize(
+    "flags",
+    [(), ("--tensor-parallel-size", "2"), ("--pipeline-parallel-size", "2"), ("--data-parallel-size", "2")],
+    ids=["one", "tensor", "pipeline", "data"],
+)
+def test_nothing_listens_but_the_port(start_server: Starter, flags: tuple[str, ...]) -> None:
+    """Ranks, engines and helpers of one machine meet where no other machine can reach them."""
+    server = start_server(*flags)
+    server.golden()
+    assert _listening(server.processes()) == {("127.0.0.1", server.port)}
+
+
+def _listening(processes: list[int]) -> set[tuple[str, int]]:
+    """Addresses (those of IPv6 in hexadecimal) and ports at which these processes take connections, or datagrams."""
+    held = set[str]()
+    for path in [path for pid in processes for path in Path(f"/proc/{pid}/fd").iterdir()]:
+        with contextlib.suppress(OSError):
+            held.add(os.readlink(path))
+    found: set[tuple[str, int]] = set()
+    for kind, state in (("tcp", "0A"), ("tcp6", "0A"), ("udp", "07"), ("udp6", "07")):
+        for line in Path(f"/proc/net/{kind}").read_text().splitlines()[1:]:
+            _, local, _, is_in, *_, inode = line.split()[:10]
+            host, _, port = local.partition(":")
+            if is_in == state and f"socket:[{inode}]" in held:
+                shown = socket.inet_ntoa(bytes.fromhex(host)[::-1]) if len(host) == 8 else host
+                found.add((shown, int(port, 16)))
+    return found
+
+
 def test_port_is_taken(server: RunningServer) -> None:
     """Said before the model is loaded."""
     code, log = failed_start("demo", "--port", str(server.port))
