@@ -206,7 +206,7 @@ def _read_file(path: Path, size: int, *_state: int) -> tuple[dict[str, Any], lis
 
 def _read_header(header: _Header, path: Path) -> tuple[dict[str, Any], list[GGUFTensor]]:
     if header.data[:4] != b"GGUF":
-        raise ModelLoadError(f"{path.name} is no GGUF file: it starts with {header.data[:4]!r}, not b'GGUF'.")
+        raise ModelLoadError(f"{path.name} is no GGUF file: it does not start with b'GGUF'.")
     (version,) = header.take("I")
     if version not in (2, 3):
         raise ModelLoadError(
