@@ -288,7 +288,7 @@ class AsyncLLM:
     async def pin_prefix(
         self, prompt: PromptType, name: str | None = None, add_special_tokens: bool = True
     ) -> PinnedPrefix:
-        """Compute a prompt and keep its blocks until they are unpinned: see `LLM.pin_prefix`."""
+        """Compute a prompt, once no pause is on, and keep its blocks until they are unpinned: see `LLM.pin_prefix`."""
         prepared = await self.prepare(prompt, _ONE_TOKEN, add_special_tokens)
         async for _ in self.generate(prepared):
             pass

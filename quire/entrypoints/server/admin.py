@@ -195,7 +195,10 @@ async def list_prefixes(state: State) -> PrefixList:
 
 @router.post("/admin/prefixes", tags=["admin"], response_model=Prefix)
 async def pin_prefix(body: PinRequest, state: Changeable) -> PinnedPrefix:
-    """Compute a prompt, and keep its blocks whatever else comes. Of a conversation: up to its last message's end."""
+    """Compute a prompt, and keep its blocks whatever else comes. Of a conversation: up to its last message's end.
+
+    As all that is computed, it waits while the engine is paused.
+    """
     of_chat = is_chat(body)
     prompt: dict[str, Any] = {} if body.cache_salt is None else {"cache_salt": body.cache_salt}
     given: str | list[int] = body.prompt
