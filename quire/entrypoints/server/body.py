@@ -22,6 +22,7 @@ from quire.errors import InvalidRequestError
 _TELL_OF_THE_SERVER = frozenset(("server", "models", "responses", "ollama"))  # tags of routes that need no model
 
 _MOST_FLOATS = 100_000  # in a body
+_MOST_LISTS = 1_000_000  # likewise, with objects: an empty one takes a hundred bytes where it is read, and two here
 _NEAR_END = 11  # bytes: half of a pair is six, and with five more behind it the other half can't be missing
 _ENDS_IN_HALF = re.compile(rb"\\u[dD][89abAB][0-9a-fA-F]{2}[^\\]{1,5}\Z")
 _FROM_BROWSERS = frozenset(("origin", "sec-fetch-site"))  # headers that a foreign page's request has
@@ -82,6 +83,8 @@ def decode_object(body: bytes) -> dict[str, Any]:
     """
     if not body:
         raise InvalidRequestError("the body is empty; send a JSON object.")
+    if body.count(b"[") + body.count(b"{") > _MOST_LISTS:  # or so: texts may have some
+        raise InvalidRequestError(f"the body has more than {_MOST_LISTS} brackets and braces; send less at once.")
     collects = gc.isenabled()
     gc.disable()  # it would go through millions of new objects again and again, and none of them is garbage
     try:
