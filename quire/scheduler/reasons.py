@@ -14,7 +14,7 @@ REASONS = {
     "budget": "the step's {budget} tokens were spent on sequences before it",
     "blocks": "it needs up to {num_blocks} KV blocks; free: {num_free}",
     "order": "another request comes first",
-    "next_step": "no step was planned since it came",
+    "next_step": "no step was planned since it came, as while the engine is paused",
     # Of those that prepare, which hold up nobody:
     "prefix": "its beginning is being computed for another request",
     "disk": "its beginning is being read from the disk",
