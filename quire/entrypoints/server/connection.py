@@ -60,8 +60,8 @@ class Connection(H11Protocol):
             self.cycle.keep_alive = False
 
     def send_400_response(self, msg: str) -> None:
-        """Answer what is no HTTP. Where an answer has begun already (the fault is in its body), only close."""
-        if self.cycle is not None and self.cycle.response_started and not self.cycle.response_complete:
+        """Answer what is no HTTP. Where an answer has begun, or ended, the fault is in that request's body: close."""
+        if self.conn.our_state not in (h11.IDLE, h11.SEND_RESPONSE):
             self.transport.close()
             return
         body = error_body(ErrorInfo(400, "this is not a valid HTTP request.", "invalid_request_error"))

@@ -297,6 +297,26 @@ def test_a_body_that_turns_bad_while_it_comes(make_state: State) -> None:
     assert asyncio.run(story()).startswith(b"HTTP/1.1 400")
 
 
+def test_what_turns_bad_once_it_is_answered_gets_no_second_answer(make_state: State) -> None:
+    """But for a request that follows on the connection: that is another one."""
+    start = b"POST /nowhere HTTP/1.1\r\nhost: x\r\ntransfer-encoding: chunked\r\n\r\n1\r\n{\r\n"
+
+    async def story(*rest: bytes) -> bytes:
+        async with running(make_state(api_key=["k"])) as (_, port):
+            reader, writer = await connect(port, start)
+            head = await reader.readuntil(b"}}")
+            for part in rest:
+                writer.write(part)
+                await asyncio.sleep(0.1)
+            return head + await asyncio.wait_for(reader.read(), 10)
+
+    answered = asyncio.run(story(b"no length\r\n"))
+    assert (answered[:12], answered.count(b"HTTP/1.1")) == (b"HTTP/1.1 401", 1)
+    both = asyncio.run(story(b"0\r\n\r\n", b"no request\r\n\r\n"))
+    assert [line[:12] for line in both.split(b"\r\n") if line.startswith(b"HTTP")][:1] == [b"HTTP/1.1 401"]
+    assert b"HTTP/1.1 400" in both
+
+
 # ---- the event loop
 
 
