@@ -37,7 +37,9 @@ class StructuredOutputsParams(msgspec.Struct, metaclass=NamesUnknownKeywords, om
     # {"type": "structural_tag", "format": {...}}, as xgrammar has it; or with "structures" and "triggers", as it was.
     structural_tag: str | dict[str, Any] | None = None
     disable_any_whitespace: bool = False  # JSON without any; else at most a space or an indented line at each place
-    disable_additional_properties: bool = False  # objects of a schema have the properties that it names, and no others
+    # No object of a schema has properties that it does not name, unless it says `additionalProperties`. Without this
+    # that holds of objects that name some, and need no others, where no other part of the schema speaks of them.
+    disable_additional_properties: bool = False
     strict: bool = False  # words in a schema that JSON Schema does not have are refused, whatever they look like
     whitespace_pattern: str | None = None  # a regex: what may stand between the tokens of JSON
     disable_fallback: bool = False  # of no effect: there is one engine of grammars

@@ -19,7 +19,8 @@ class StructureOptions:
     disable_any_whitespace: bool = option(False)
     """No whitespace between the tokens of JSON."""
     disable_additional_properties: bool = option(False)
-    """Objects of a schema have the properties that it names, and no others."""
+    """All objects of a schema have the properties that they name, and no others; else those that name some do, unless
+    that could contradict another part of the schema."""
     disable_fallback: bool = option(False)
     """Without effect, as the next one."""
     backend: Literal["auto", "xgrammar", "guidance", "outlines", "lm-format-enforcer"] = option("auto")

@@ -10,7 +10,7 @@ from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 from quire.text.grammars.reasons import OURS
-from quire.text.grammars.schema import check_schema
+from quire.text.grammars.schema import narrowed
 
 ANY_TEXT = "/(?s:.*)/"
 _SPACING = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
@@ -57,8 +57,7 @@ class Lark:
         Raises:
             InvalidRequestError: it can't be held; a part of a larger one may refer to what it is without.
         """
-        check_schema(schema)
-        return self.rule(f"%json {json.dumps({**schema, 'x-guidance': _SPACING})}")
+        return self.rule(f"%json {json.dumps({**narrowed(schema), 'x-guidance': _SPACING})}")
 
     def series(self, items: Sequence[tuple[str, bool]], separator: str) -> str:
         """Items in this order, with a separator between them; each may be left out unless it says that it is needed."""

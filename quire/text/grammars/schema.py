@@ -6,7 +6,7 @@ drafts without a word, and makes grammars without end of schemas that no finite 
 
 import json
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Container, Iterable, Iterator
 from difflib import get_close_matches
 from functools import lru_cache
 from typing import Any
@@ -102,6 +102,34 @@ def check_schema(schema: Any, strict: bool = False) -> None:
     _Values(schema).check()
 
 
+def narrowed(schema: Any, strict: bool = False, everywhere: bool = False) -> Any:
+    """Check a schema, and return it with no other properties for an object that names some, and says nothing of others.
+
+    As vLLM and llama.cpp have it: weak models would go on with others for ever. What satisfies it satisfies the schema
+    as it was, and where anything did, something still does: objects stay open where others are needed, and with all
+    that is in them where several subschemas speak of one value, as those of an allOf, and may name different ones, or
+    where one may not hold, as in a oneOf.
+
+    Args:
+        strict: as in `check_schema`.
+        everywhere: objects that say nothing of others have none at all, whatever that contradicts.
+
+    Raises:
+        InvalidRequestError: as `check_schema`.
+    """
+    check_schema(schema, strict)
+    schema = json.loads(json.dumps(schema))
+    values = _Values(schema)
+    parts = values.reached([schema])
+    shared = values.reached(filter(_is_shared, parts.values()))
+    for key, part in parts.items():
+        is_object = part.get("type") == "object" or "properties" in part
+        closes = (everywhere and is_object) or (key not in shared and _names_all(part))
+        if closes and not part.keys() & {"additionalProperties", "patternProperties"}:
+            part["additionalProperties"] = False
+    return schema
+
+
 def _check_words(schema: dict[str, Any], strict: bool) -> None:
     words = {key: place for place, part in _parts(schema) for key in part if key not in _KNOWN and key[:2] != "x-"}
     for key in [*words][:MAX_WORDS]:
@@ -126,12 +154,16 @@ def place_of(params: StructuredOutputsParams, key: str, value: str | None) -> st
     return next((f" at {_shown(at)}" for at, part in parts if key in part and value in (None, part[key])), "")
 
 
-def _parts(schema: dict[str, Any]) -> Iterator[tuple[_Place, dict[str, Any]]]:
-    """Every subschema that is an object, and its place. Without recursion, as depth is what is checked."""
+def _parts(schema: dict[str, Any], known: Container[int] = ()) -> Iterator[tuple[_Place, dict[str, Any]]]:
+    """Every subschema that is an object, and its place. Without recursion, as depth is what is checked.
+
+    Args:
+        known: ids of subschemas that are left out, with all that is within them.
+    """
     stack: list[tuple[_Place, Any]] = [((), schema)]
     while stack:
         place, part = stack.pop()
-        if not isinstance(part, dict):
+        if not isinstance(part, dict) or id(part) in known:
             continue
         if len(place) > 2 * MAX_DEPTH:
             raise InvalidRequestError(f"the JSON schema is nested deeper than {MAX_DEPTH} levels; make it flatter.")
@@ -162,10 +194,7 @@ class _Values:
         """Raise unless there is a value for the whole."""
         if not any("$ref" in part for part in self._parts.values()):
             return
-        parts = list(self._parts.values())
-        for part in parts:
-            if isinstance(ref := part.get("$ref"), str):
-                self._target(ref)
+        parts = list(self.reached([self._root]).values())
         while parts:  # from the leaves up: the last ones found lie deepest
             self._tested = part = parts.pop()
             if id(part) not in self._finite and self._ends(part):
@@ -176,6 +205,16 @@ class _Values:
                 "the JSON schema refers to itself without an end, so that no finite value satisfies it; make one of "
                 "the properties that lead back optional, or allow null there."
             )
+
+    def reached(self, roots: Iterable[Any]) -> dict[int, dict[str, Any]]:
+        """By their ids: subschemas, those within them, and those that they refer to."""
+        found: dict[int, dict[str, Any]] = {}
+        todo = [*roots]
+        while todo:
+            for _, part in _parts(todo.pop(), found):
+                found[id(part)] = part
+                todo += [self._target(ref)] if isinstance(ref := part.get("$ref"), str) else []
+        return found
 
     def _ok(self, part: Any) -> bool:
         self._num_tests += 1
@@ -194,8 +233,8 @@ class _Values:
         if any(options and not any(map(self._ok, options)) for options in (_list(part, "anyOf"), _list(part, "oneOf"))):
             return False
         kinds = part.get("type")
-        kinds = [kinds] if isinstance(kinds, str) else kinds
-        if part.keys() & {"enum", "const"} or not isinstance(kinds, list) or not {"object", "array"}.issuperset(kinds):
+        kinds = [kinds] if isinstance(kinds, str) else _list(part, "type")
+        if part.keys() & {"enum", "const"} or not kinds or not {"object", "array"}.issuperset(map(str, kinds)):
             return True  # a value of another kind will do
         return ("object" in kinds and self._object_ends(part)) or ("array" in kinds and self._array_ends(part))
 
@@ -229,6 +268,20 @@ class _Values:
             except (KeyError, IndexError, TypeError, ValueError):
                 raise InvalidRequestError(f"$ref {ref!r} refers to nothing in the JSON schema.") from None
         return target
+
+
+def _is_shared(part: dict[str, Any]) -> bool:
+    """Whether several of the subschemas in it, or one and a constant, may speak of the same value."""
+    held = part.keys() & _HELD - {"type", "$defs", "definitions", "$anchor", "$id", "$schema"}
+    if held & {"$ref", "anyOf", "oneOf", "allOf"}:
+        return len(held) > 1 or len(_list(part, "allOf")) > 1 or len(_list(part, "oneOf")) > 1
+    return bool(held & {"enum", "const", "patternProperties"})
+
+
+def _names_all(part: dict[str, Any]) -> bool:
+    """Whether an object names properties, and needs no others."""
+    names, needed = part.get("properties"), set(map(str, _list(part, "required")))
+    return isinstance(names, dict) and bool(names) and needed <= names.keys() and "minProperties" not in part
 
 
 def _is_schema(value: Any) -> bool:

@@ -11,7 +11,7 @@ from typing import Any
 from quire.errors import InvalidRequestError
 from quire.structured_outputs import StructuredOutputsParams
 from quire.text.grammars.gbnf import lark_of
-from quire.text.grammars.schema import check_schema
+from quire.text.grammars.schema import narrowed
 from quire.text.grammars.tags import lark_of_tag, regex_as_lark
 
 # Between the tokens of JSON, where nothing else is asked for: a weak model would go on with spaces for ever.
@@ -46,10 +46,8 @@ def source_of(params: StructuredOutputsParams, special_tokens: Mapping[str, int]
 
 
 def prepared(schema: Any, params: StructuredOutputsParams) -> dict[str, Any]:
-    """A schema that was checked, with the whitespace that may stand in its JSON."""
-    check_schema(schema, params.strict)
-    if params.disable_additional_properties:
-        schema = _closed(schema)
+    """A schema that was checked and narrowed, with the whitespace that may stand in its JSON."""
+    schema = narrowed(schema, params.strict, params.disable_additional_properties)
     pattern = params.whitespace_pattern or _WHITESPACE
     options = {"whitespace_flexible": False} if params.disable_any_whitespace else {"whitespace_pattern": pattern}
     if isinstance(schema, bool):
@@ -63,16 +61,3 @@ def parsed(text: str, before: str = "", param: str | None = None) -> Any:
         return json.loads(text)
     except (ValueError, RecursionError) as error:
         raise InvalidRequestError(f"{before}it is no JSON: {error}.", param) from None
-
-
-def _closed(schema: Any) -> Any:
-    """The same where no object has other properties than those it names."""
-    if isinstance(schema, list):
-        return [_closed(part) for part in schema]
-    if not isinstance(schema, dict):
-        return schema
-    closed = {k: v if k in ("enum", "const", "default", "examples") else _closed(v) for k, v in schema.items()}
-    is_object = schema.get("type") == "object" or isinstance(schema.get("properties"), dict)
-    if is_object and not {"additionalProperties", "patternProperties"} & set(schema):
-        closed["additionalProperties"] = False
-    return closed

@@ -55,14 +55,9 @@ class Form(Struct, frozen=True):
 
 
 def schema_of(function: Function) -> dict[str, Any]:
-    """The schema of a function's arguments: an object, with no others than it names unless it says that there may be.
-
-    JSON Schema has it the other way round, but a function that is called with others fails.
-    """
+    """The schema of a function's arguments: an object, which has none where it says that there are none."""
     schema = {"type": "object", **function.parameters}
-    needed, names = schema.get("required"), [*schema.get("properties", ())]
-    names_all = not isinstance(needed, list) or all(name in names for name in needed)
-    if "properties" in schema and names_all and not _NAMES_MORE & schema.keys():
+    if schema.get("properties") == {} and not schema.get("required") and not _NAMES_MORE & schema.keys():
         schema["additionalProperties"] = False
     return schema
 

@@ -4,9 +4,10 @@ import gc
 import json
 import os
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import llguidance
+import pydantic
 import pytest
 
 import quire
@@ -15,7 +16,7 @@ from quire.structured_outputs import StructuredOutputsParams
 from quire.text.grammars.compiler import Compiler, TooLongError, Vocabulary
 from quire.text.grammars.compose import after
 from quire.text.grammars.reasons import OURS
-from quire.text.grammars.schema import check_schema
+from quire.text.grammars.schema import check_schema, narrowed
 from quire.text.grammars.trial import Trial
 from quire.text.tokenizer import load_tokenizer
 
@@ -32,6 +33,9 @@ GOOD: list[Any] = [
     {"$defs": {"a/b": {"type": "null"}}, "$ref": "#/$defs/a~1b"},
     {"$defs": {"n": {"type": ["object", "null"], "properties": {"n": {"$ref": "#/$defs/n"}}, "required": ["n"]}},
      "$ref": "#/$defs/n"},
+    {"$ref": "#/components/schemas/n", "components": {"schemas": {"n": {"properties": {"n": {"$ref": "#"}}}}}},
+    {"$defs": {"of": {"n": {"type": "array", "items": {"$ref": "#/$defs/of/n"}}}}, "$ref": "#/$defs/of/n"},
+    {"items": {"$ref": "#/of/n"}, "of": {"n": {"type": [{}]}}},
 ]  # fmt: skip
 BAD: list[tuple[Any, str]] = [
     (5, "not int"),
@@ -45,6 +49,8 @@ BAD: list[tuple[Any, str]] = [
     ({"allOf": [{"$ref": "#"}, {}]}, "without an end"),
     ({"$ref": "#/definitions/x"}, "refers to nothing"),
     ({"$ref": "other.json"}, "not within"),
+    ({"$ref": "#/of/n", "of": {"n": {"type": "array", "minItems": 1, "items": {"$ref": "#"}}}}, "without an end"),
+    ({"$ref": "#/of/n", "of": {"n": {"properties": {"n": {"$ref": "#/of/x"}}}}}, "refers to nothing"),
     ({"propertes": {}}, "'propertes', at #; did you mean 'properties'"),
     ({"items": {"min_length": 3}}, "'min_length', at #/items; did you mean 'minLength'"),
     ({"propertys": {}}, "did you mean 'properties'"),
@@ -99,6 +105,63 @@ def test_many_words_that_are_no_keywords_are_not_all_looked_at(monkeypatch: pyte
         check_schema({f"word_{n}": n for n in range(5000)}, True)
 
 
+X, Y = {"type": "object", "properties": {"x": {}}}, {"type": "object", "properties": {"y": {}}, "required": ["y"]}
+OPEN: list[Any] = [
+    True,
+    {"type": "object"},
+    {"type": "object", "properties": {}},
+    {"properties": {"a": {}}, "additionalProperties": True},
+    {"properties": {"a": {}}, "additionalProperties": {"type": "null"}},
+    {"properties": {"a": {}}, "patternProperties": {"^b": {}}},
+    {"properties": {"a": {}}, "required": ["b"]},
+    {"properties": {"a": {}}, "minProperties": 2},
+    {"allOf": [X, Y]},
+    {**X, "anyOf": [Y, {"required": ["x"]}]},
+    {"oneOf": [X, Y]},
+    {"$ref": "#/$defs/X", "required": ["z"], "$defs": {"X": X}},
+    {"allOf": [{"$ref": "#/$defs/L"}, {"type": "array"}], "$defs": {"L": {"items": {"$ref": "#/$defs/X"}}, "X": X}},
+    {"$ref": "#/x/X", "x": {"X": {"allOf": [{"$ref": "#/$defs/Y"}, X]}}, "$defs": {"Y": Y}},
+    {"enum": [{"a": X}], "additionalProperties": X},
+]
+
+
+@pytest.mark.parametrize("schema", OPEN, ids=json.dumps)
+def test_objects_that_stay_open(schema: Any) -> None:
+    assert narrowed(schema) == schema
+
+
+def test_objects_that_name_their_properties_are_closed() -> None:
+    class Part(pydantic.BaseModel):
+        name: Literal["a", "b"]
+        more: "Part | None" = None
+
+    class Whole(pydantic.BaseModel):
+        parts: list[Part | int]
+        counts: dict[str, int]
+        anything: dict[str, Any] = {}
+
+    schema = Whole.model_json_schema()
+    closed = narrowed(schema)
+    assert schema == Whole.model_json_schema()
+    for part in (closed, closed["$defs"]["Part"]):
+        assert part.pop("additionalProperties") is False
+    assert closed == schema
+    assert narrowed({"allOf": [X]}) == {"allOf": [{**X, "additionalProperties": False}]}
+    beside = {"properties": {"a": X, "b": {"allOf": [X, Y]}}, "required": ["a"]}
+    own = {**X, "additionalProperties": False}
+    properties = {"a": own, "b": {"allOf": [X, Y]}}
+    assert narrowed(beside) == {**beside, "properties": properties, "additionalProperties": False}
+
+
+def test_all_objects_are_closed_on_demand() -> None:
+    for schema in ({"type": "object"}, {"properties": {}}, {"properties": {"a": {}}, "required": ["b"]}):
+        assert narrowed(schema, everywhere=True) == {**schema, "additionalProperties": False}
+    both = narrowed({"allOf": [X, {"additionalProperties": True}]}, everywhere=True)
+    assert both == {"allOf": [{**X, "additionalProperties": False}, {"additionalProperties": True}]}
+    named = {"properties": {"default": X}, "additionalProperties": False}
+    assert narrowed(named, everywhere=True)["properties"]["default"]["additionalProperties"] is False
+
+
 @pytest.fixture(scope="module")
 def compiler() -> Compiler:
     tokenizer = load_tokenizer(Path(quire.__file__).parent / "demo")
@@ -140,6 +203,16 @@ def test_structural_tags(compiler: Compiler, format: dict[str, Any], good: list[
     params = StructuredOutputsParams(structural_tag={"type": "structural_tag", "format": format})
     assert [text for text in good if not accepts(compiler, params, text)] == []
     assert [text for text in bad if accepts(compiler, params, text)] == []
+
+
+def test_objects_in_structural_tags_are_closed(compiler: Compiler) -> None:
+    content = {"type": "json_schema", "json_schema": X}
+    form = {"type": "tag", "begin": "<x>", "content": content, "end": "</x>"}
+    for tag in ({"type": "structural_tag", "format": form},
+                {"triggers": ["<x>"], "structures": [{"begin": "<x>", "schema": X, "end": "</x>"}]}):  # fmt: skip
+        params = StructuredOutputsParams(structural_tag=tag)
+        assert accepts(compiler, params, '<x>{"x": 1}</x>')
+        assert not accepts(compiler, params, '<x>{"x": 1, "y": 1}</x>')
 
 
 def test_the_older_structural_tags(compiler: Compiler) -> None:

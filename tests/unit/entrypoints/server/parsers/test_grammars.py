@@ -170,6 +170,16 @@ def test_free_text_goes_on_as_it_likes_and_calls_hold(walk: Walk, name: str) -> 
     assert not walk.accepts(grammar, call.replace("coats", "coat"))
 
 
+def test_objects_within_arguments_are_closed_too(walk: Walk) -> None:
+    within = {"type": "object", "properties": {"x": COLOUR}, "required": ["x"]}
+    offer = Offer((Function("f", {"properties": {"a": within}}),), "required", named="f")
+    grammar = answer_grammar(Answer(offer=offer, frame=json_arguments("f").frame_for("")), walk.tokens)
+    assert grammar is not None
+    assert walk.accepts(grammar, '{"a": {"x": "red"}}')
+    assert not walk.accepts(grammar, '{"a": {"x": "red", "y": 1}}')
+    assert not walk.accepts(grammar, '{"a": {"x": "red"}, "b": 1}')
+
+
 def test_arguments_alone(walk: Walk) -> None:
     form, offer = json_arguments("paint"), Offer(BOTH, "required", named="paint")
     grammar = answer_grammar(Answer(offer=offer, frame=form.frame_for("")), walk.tokens)
@@ -200,6 +210,7 @@ def test_how_json_is_spaced_holds_after_the_thought_too(walk: Walk) -> None:
         ({"disable_any_whitespace": True}, '{"a":"red"}', '{"a": "red"}'),
         ({"whitespace_pattern": "_?"}, '{"a":_"red"}', '{"a": "red"}'),
         ({"disable_additional_properties": True}, '{"a": "red"}', '{"a": "red", "b": 1}'),
+        ({}, '{"a": "red"}', '{"a": "red", "b": 1}'),
     ]:
         params = StructuredOutputsParams(json=JSON.json, **fields)
         grammar = answer_grammar(Answer(content=params, thought=thought(None)), walk.tokens)
