@@ -108,7 +108,8 @@ def narrowed(schema: Any, strict: bool = False, everywhere: bool = False) -> Any
     As vLLM and llama.cpp have it: weak models would go on with others for ever. What satisfies it satisfies the schema
     as it was, and where anything did, something still does: objects stay open where others are needed, and with all
     that is in them where several subschemas speak of one value, as those of an allOf, and may name different ones, or
-    where one may not hold, as in a oneOf.
+    where one may not hold, as in a oneOf. What OpenAPI names as a oneOf's discriminator is needed, though a default may
+    stand for it elsewhere: without it nothing says which option is meant.
 
     Args:
         strict: as in `check_schema`.
@@ -127,6 +128,8 @@ def narrowed(schema: Any, strict: bool = False, everywhere: bool = False) -> Any
         closes = (everywhere and is_object) or (key not in shared and _names_all(part))
         if closes and not part.keys() & {"additionalProperties", "patternProperties"}:
             part["additionalProperties"] = False
+        if "oneOf" in part and isinstance(said := part.get("discriminator"), dict) and "propertyName" in said:
+            part["required"] = [*_list(part, "required"), str(said["propertyName"])]
     return schema
 
 

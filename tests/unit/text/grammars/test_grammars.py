@@ -4,7 +4,7 @@ import gc
 import json
 import os
 from pathlib import Path
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 import llguidance
 import pydantic
@@ -203,6 +203,22 @@ def test_structural_tags(compiler: Compiler, format: dict[str, Any], good: list[
     params = StructuredOutputsParams(structural_tag={"type": "structural_tag", "format": format})
     assert [text for text in good if not accepts(compiler, params, text)] == []
     assert [text for text in bad if accepts(compiler, params, text)] == []
+
+
+def test_options_whose_discriminator_has_a_default(compiler: Compiler) -> None:
+    class Cat(pydantic.BaseModel):
+        kind: Literal["cat"] = "cat"
+
+    class Dog(pydantic.BaseModel):
+        kind: Literal["dog"] = "dog"
+
+    class Home(pydantic.BaseModel):
+        pets: list[Annotated[Cat | Dog, pydantic.Field(discriminator="kind")]]
+
+    params = StructuredOutputsParams(json=Home.model_json_schema())
+    assert accepts(compiler, params, '{"pets": [{"kind": "dog"}, {"kind": "cat"}]}')
+    for wrong in ('{"pets": [{}]}', '{"pets": [{"kind": "cow"}]}', '{"pets": [], "more": 1}'):
+        assert not accepts(compiler, params, wrong)
 
 
 def test_objects_in_structural_tags_are_closed(compiler: Compiler) -> None:
