@@ -1,18 +1,24 @@
-"""Schemas whose objects are closed: what was held is still, and what is written then obeys the schema as it was."""
+"""Schemas whose objects are closed: what was held is still, and what is written then obeys the schema as it was.
+
+QUIRE_NIGHTLY=1 draws 2000 of them.
+"""
 
 import contextlib
 import json
+import os
 import random
 from typing import Any
 
 import jsonschema
 import llguidance
+import pytest
 from hypothesis import HealthCheck, assume, given, settings
 from hypothesis import strategies as st
 
 from quire.errors import InvalidRequestError
 from quire.text.grammars.schema import check_schema, narrowed
 
+NUM_DRAWN = 2000 if os.environ.get("QUIRE_NIGHTLY") == "1" else 300
 OPTIONS = {"x-guidance": {"lenient": False, "coerce_one_of": False, "whitespace_flexible": False}}
 NAMES = ["a", "b", "c", "d"]
 TOKENIZER = llguidance.LLTokenizer("byte")
@@ -112,7 +118,10 @@ def written(matcher: llguidance.LLMatcher, chance: random.Random) -> Any:
     return None
 
 
-@settings(max_examples=300, suppress_health_check=[HealthCheck.filter_too_much, HealthCheck.too_slow], deadline=None)
+@pytest.mark.slow
+@settings(
+    max_examples=NUM_DRAWN, suppress_health_check=[HealthCheck.filter_too_much, HealthCheck.too_slow], deadline=None
+)
 @given(schemas, st.integers(0, 9))
 def test_what_was_held_is_still_and_obeys_the_schema_as_it_was(schema: Any, seed: int) -> None:
     try:
