@@ -85,28 +85,28 @@ def read_generation(source: str) -> dict[str, Any]:
     return read_json(file.parent, file.name, source)
 
 
-def parse_json(path: Path, owner: str) -> Any:
-    """What a JSON file of a model's or of heads' says; ModelLoadError where it is broken, FileNotFoundError without."""
+def parse_json(path: Path, owner: str) -> dict[str, Any]:
+    """The object of a JSON file of a model's; ModelLoadError where it is broken or none, FileNotFoundError without."""
     try:
-        return json.loads(path.read_bytes())
+        value = json.loads(path.read_bytes())
     except FileNotFoundError:
         raise
     except OSError as error:
         raise ModelLoadError(f"{path.name} of {owner} can't be read: {error.strerror}.") from error
     except (ValueError, RecursionError) as error:
         raise ModelLoadError(f"{path.name} of {owner} is not valid JSON ({error}); fetch it again.") from error
+    if not isinstance(value, dict):
+        raise ModelLoadError(f"{path.name} of {owner} must hold a JSON object, not {type(value).__name__}.")
+    return value
 
 
 def read_json(path: Path, file: str, model: str) -> dict[str, Any]:
     """Parse a JSON object from `path / file`; ModelLoadError says what is wrong with it."""
     try:
-        value = parse_json(path / file, f"model {model!r}")
+        return parse_json(path / file, f"model {model!r}")
     except FileNotFoundError:
         hint = describe_unsupported_files(path) or "Is it a model directory in Hugging Face layout?"
         raise ModelLoadError(f"Model {model!r} has no {file}. {hint}") from None
-    if not isinstance(value, dict):
-        raise ModelLoadError(f"{file} of model {model!r} must hold a JSON object, not {type(value).__name__}.")
-    return value
 
 
 def describe_unsupported_files(path: Path) -> str | None:

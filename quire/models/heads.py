@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from quire.config.config_json import parse_json
+from quire.config.config_json import read_json
 from quire.config.families import check_drafting_method
 from quire.errors import ModelLoadError
 from quire.models.dummy import DummySource
@@ -91,13 +91,7 @@ def open_heads(path: Path, name: str, *, load_format: str = "auto") -> HeadCheck
     Raises:
         ModelLoadError: a file is missing, or damaged; the message names it.
     """
-    try:
-        config = parse_json(path / "config.json", f"the heads {name!r}")
-    except FileNotFoundError as error:
-        raise ModelLoadError(f"The heads {name!r} have no config.json; fetch it.") from error
-    if not isinstance(config, dict):
-        raise ModelLoadError(f"config.json of the heads {name!r} is no JSON object; fetch it again.")
-    return HeadCheckpoint(name, config, _source(path, name, load_format))
+    return HeadCheckpoint(name, read_json(path, "config.json", name), _source(path, name, load_format))
 
 
 def _source(path: Path, name: str, load_format: str) -> TensorSource | None:

@@ -94,10 +94,7 @@ def _read_tokenizer_config(directory: Path) -> TokenizerConfig:
 
 def _read_object(path: Path) -> dict[str, Any]:
     """What a JSON file says; {} where there is none."""
-    value = parse_json(path, "the tokenizer") if path.is_file() else {}
-    if not isinstance(value, dict):
-        raise ModelLoadError(f"{path.name} of the tokenizer holds a {type(value).__name__}, not an object.")
-    return value
+    return parse_json(path, "the tokenizer") if path.is_file() else {}
 
 
 def _added_token(value: Any, special: bool = False) -> AddedToken:

@@ -86,13 +86,13 @@ def test_pickles_of_anything_but_tensors_are_refused(tmp_path: Path, held: Any, 
 
 
 def test_damaged_and_missing_files_are_named(tmp_path: Path) -> None:
-    with pytest.raises(ModelLoadError, match=r"The heads 'mine' have no config.json; fetch it"):
+    with pytest.raises(ModelLoadError, match="Model 'mine' has no config.json"):
         open_heads(tmp_path, "mine")
     (tmp_path / "config.json").write_text("{")
-    with pytest.raises(ModelLoadError, match="config.json of the heads 'mine' is not valid JSON"):
+    with pytest.raises(ModelLoadError, match="config.json of model 'mine' is not valid JSON"):
         open_heads(tmp_path, "mine")
     (tmp_path / "config.json").write_text("[1]")
-    with pytest.raises(ModelLoadError, match="config.json of the heads 'mine' is no JSON object"):
+    with pytest.raises(ModelLoadError, match="config.json of model 'mine' must hold a JSON object"):
         open_heads(tmp_path, "mine")
     (tmp_path / "config.json").write_text('{"num_heads": 0}')
     with pytest.raises(ModelLoadError, match=r"The heads 'mine' have no \*.safetensors and no \*.pt or \*.bin"):
