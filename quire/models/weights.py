@@ -12,18 +12,8 @@ from typing import Protocol
 
 from torch import Tensor, nn
 
+from quire.models.shards import TensorSpec as TensorSpec
 from quire.quantization.base import CheckpointSlot
-
-
-@dataclass(frozen=True)
-class TensorSpec:
-    """One tensor before it is read; `num_bytes` is what it takes in the source."""
-
-    name: str
-    dtype: str  # in safetensors' names: "F32", "BF16", ...
-    shape: tuple[int, ...]
-    num_bytes: int
-    file: str  # its name, for messages; "" where there is none
 
 
 class TensorSource(Protocol):

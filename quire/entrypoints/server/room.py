@@ -5,19 +5,16 @@ without torch, in milliseconds. The figures are near those of `quire plan`, whic
 """
 
 import math
-from collections.abc import Iterator
 from functools import lru_cache
 from pathlib import Path
 from typing import NamedTuple
 
-from safetensors import SafetensorError, safe_open
-
-from quire.config.config_json import parse_json
 from quire.config.engine_args import EngineArgs, EngineConfig
 from quire.config.families import built_family
 from quire.config.gguf import read_gguf, weight_files
 from quire.config.model import ModelConfig
 from quire.errors import ModelLoadError
+from quire.models.shards import checked_files
 
 _ITEM_BYTES = {"float32": 4, "float16": 2, "bfloat16": 2}
 
@@ -56,7 +53,7 @@ def _weight_bytes(model: ModelConfig, quantization: str | None, load_format: str
     if model.path.is_file():  # blocks stay blocks
         tensors = read_gguf(model.path).tensors.values()
         return 0 if load_format == "dummy" else sum(tensor.num_bytes for tensor in tensors)
-    shapes = [] if load_format == "dummy" else list(_shapes(model.path, model.model))
+    shapes = [] if load_format == "dummy" else _shapes(model.path, model.model)
     if shapes and "quantization_config" in model.hf_config:  # kept about as they are
         return sum(path.stat().st_size for path in weight_files(model.path))
     for shape in shapes:
@@ -83,19 +80,6 @@ def num_parameters(path: Path) -> int:
         return 0
 
 
-def _shapes(folder: Path, name: str) -> Iterator[list[int]]:
+def _shapes(folder: Path, name: str) -> list[tuple[int, ...]]:
     """Of all tensors, from files that are held against their headers and against the index."""
-    index, ignored = folder / "model.safetensors.index.json", ("consolidated", "adapter_")
-    paths = [path for path in folder.glob("*.safetensors") if not path.name.startswith(ignored)]
-    try:
-        named = [] if paths else ["*.safetensors"]
-        if index.is_file():
-            named = parse_json(index, repr(name))["weight_map"].values()
-        if missing := set(named) - {path.name for path in paths}:
-            raise ModelLoadError(f"model {name!r} has no {min(missing)}; fetch it.")
-        for path in paths:
-            with safe_open(path, framework="numpy") as file:
-                for tensor in file.keys():  # noqa: SIM118  (it is no dict)
-                    yield file.get_slice(tensor).get_shape()
-    except (SafetensorError, LookupError, TypeError, AttributeError) as error:
-        raise ModelLoadError(f"files of model {name!r} are truncated or corrupt: {error}. Fetch them again.") from error
+    return [spec.shape for specs in checked_files(folder, name).values() for spec in specs]

@@ -16,7 +16,7 @@ from tqdm import tqdm
 from quire.config.model import ModelConfig
 from quire.errors import ModelLoadError
 from quire.models.causal_lm import CausalLM
-from quire.models.safetensors import first_names
+from quire.models.shards import first_names
 from quire.models.sources import open_source
 from quire.models.weights import TensorSource
 
