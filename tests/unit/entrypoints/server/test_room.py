@@ -93,7 +93,10 @@ def _truncate(folder: Path) -> None:
         (lambda folder: (folder / "model.safetensors").unlink(), "safetensors"),
         (_truncate, "truncated or corrupt"),
         (lambda folder: (folder / "model.safetensors").write_bytes(b"no tensors"), "truncated or corrupt"),
-        (lambda folder: _index(folder, '{"weight_map": {"a": "model-2.safetensors"}}'), "missing shards: model-2.safetensors"),
+        (
+            lambda folder: _index(folder, '{"weight_map": {"a": "model-2.safetensors"}}'),
+            "missing shards: model-2.safetensors",
+        ),
         (lambda folder: _index(folder, "[]"), "must hold a JSON object"),
         (lambda folder: _index(folder, "{}"), "no 'weight_map'"),
         (lambda folder: _index(folder, "{"), "index"),
