@@ -32,6 +32,9 @@ _REQUEST_SECONDS = [
 ]
 _STEP_TOKENS = [1, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384]
 _NUM_SEQUENCES = [1, 2, 5, 10, 20]
+FINE = [
+    1e-4 * 10 ** (step / 24) for step in range(143)
+]  # seconds, 10% apart, to over 80: for the history's percentiles
 _FINISH_REASONS = ("stop", "length", "abort", "error")  # there from the start, so that rates are
 
 
@@ -83,13 +86,11 @@ class ServingMetrics(Observer):
             return self.histograms[-1]
 
         seconds, tokens = _REQUEST_SECONDS, _TOKEN_SECONDS
-        # The finer bounds, 10% apart, are for the history's percentiles.
-        fine = geometric(1e-4, 80.0, per_decade=24)
-        self._first_token = add("time_to_first_token_seconds", "Arrival to first token.", _FIRST_TOKEN_SECONDS, fine)
-        self._inter_token = add("inter_token_latency_seconds", "Between a sequence's tokens.", tokens, fine)
+        self._first_token = add("time_to_first_token_seconds", "Arrival to first token.", _FIRST_TOKEN_SECONDS, FINE)
+        self._inter_token = add("inter_token_latency_seconds", "Between a sequence's tokens.", tokens, FINE)
         self._per_token = add("request_time_per_output_token_seconds", "Mean between a sequence's tokens.", tokens)
         self._latency = add("e2e_request_latency_seconds", "Arrival to end.", seconds)
-        self._queue = add("request_queue_time_seconds", "Arrival to the first step.", seconds, fine)
+        self._queue = add("request_queue_time_seconds", "Arrival to the first step.", seconds, FINE)
         self._prefill = add("request_prefill_time_seconds", "First step to first token.", seconds)
         self._decode = add("request_decode_time_seconds", "First token to last token.", seconds)
         self._inference = add("request_inference_time_seconds", "First step to last token.", seconds)
@@ -190,11 +191,3 @@ def one_two_five(largest: int) -> list[float]:
     """1, 2, 5, 10, 20, 50, ... up to `largest`."""
     bounds = [float(mantissa * 10**power) for power in range(len(str(largest))) for mantissa in (1, 2, 5)]
     return [bound for bound in bounds if bound <= largest]
-
-
-def geometric(smallest: float, largest: float, per_decade: int) -> list[float]:
-    """Bounds from `smallest` up, each larger than the last by the same factor, to the first beyond `largest`."""
-    bounds = [smallest]
-    while bounds[-1] < largest:
-        bounds.append(smallest * 10 ** (len(bounds) / per_decade))
-    return bounds

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from quire.entrypoints.server.history import NUM_SECONDS, quantile
-from quire.entrypoints.server.metrics import ServingMetrics, geometric
+from quire.entrypoints.server.metrics import FINE, ServingMetrics
 from quire.metrics.histogram import Histogram
 from quire.protocol.stats import EngineStats
 from tests.arrivals import arrive
@@ -88,7 +88,7 @@ def test_an_engine_that_begins_anew_takes_nothing_back() -> None:
 
 @given(st.lists(st.floats(0.000101, 80), min_size=1), st.floats(0, 1))
 def test_quantiles_are_as_near_as_the_bounds(values: list[float], share: float) -> None:
-    histogram = Histogram("name", "help", geometric(1e-4, 80.0, per_decade=24))
+    histogram = Histogram("name", "help", FINE)
     for value in values:
         histogram.observe(value)
     found = quantile(histogram.bounds, histogram.counts, share)

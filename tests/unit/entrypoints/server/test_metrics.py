@@ -6,7 +6,7 @@ import sys
 import pytest
 
 from quire.entrypoints.server.history import NUM_SECONDS
-from quire.entrypoints.server.metrics import ServingMetrics, geometric, one_two_five
+from quire.entrypoints.server.metrics import FINE, ServingMetrics, one_two_five
 from quire.metrics.histogram import Histogram
 from quire.protocol.requests import PoolingTask
 from tests.arrivals import arrive
@@ -137,5 +137,5 @@ def test_memory_is_bounded_by_live_requests() -> None:
 def test_bounds() -> None:
     assert one_two_five(100) == [1, 2, 5, 10, 20, 50, 100]
     assert one_two_five(3) == [1, 2]
-    bounds = geometric(0.001, 1.0, per_decade=2)
-    assert bounds == pytest.approx([0.001, 0.001 * 10**0.5, 0.01, 0.01 * 10**0.5, 0.1, 0.1 * 10**0.5, 1.0])
+    assert FINE[::24] == pytest.approx([1e-4, 1e-3, 1e-2, 0.1, 1.0, 10.0])
+    assert FINE[-2] < 80 < FINE[-1]
