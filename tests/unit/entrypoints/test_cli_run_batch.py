@@ -262,7 +262,7 @@ def test_answers_to_other_requests_are_left_alone(ids: list[str]) -> None:
         (["-i", "/dev/null", "-o", "/"], "--output-file '/' is no file; name one, or - for standard output."),
         (["-i", "/dev/null", "-o", ""], "--output-file '' is no file; name one, or - for standard output."),
         (["-i", "-", "-o", "-", "--max-num-seqs", "0"], "max_num_seqs must be an integer, from 1 to 100000"),
-        (["-i", "-", "-o", "-", "--reasoning-parser", "qwen4"], "reasoning_parser 'qwen4' is no parser; did you mean"),
+        (["-i", "-", "-o", "-", "--reasoning-parser", "qwen4"], "reasoning_parser 'qwen4' is no parser. Did you mean"),
         (["-i", "-", "-o", "-", "--response-role", ""], "response_role must not be empty"),
         (
             ["-i", "-", "-o", "-", "--served-model-name", "gpt", "owner/model"],

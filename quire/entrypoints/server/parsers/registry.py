@@ -4,7 +4,6 @@
 `Form` in a file of its own, or beside those that are much like it.
 """
 
-import difflib
 import re
 from functools import lru_cache
 
@@ -12,6 +11,7 @@ from quire.entrypoints.server.parsers import gemma, harmony, json_formats, name_
 from quire.entrypoints.server.parsers.forms import Form
 from quire.entrypoints.server.parsers.thoughts import ThoughtForm
 from quire.errors import ConfigError
+from quire.utils.suggest import hint
 
 # Each format, and the names that it goes by.
 _FORMS: list[tuple[Form, tuple[str, ...]]] = [
@@ -82,9 +82,8 @@ def check_name(option: str, name: str, names: tuple[str, ...]) -> None:
         ConfigError: there is none such; the message names the nearest.
     """
     if name not in names:
-        near = difflib.get_close_matches(name, names, 1)
-        hint = f"did you mean {near[0]!r}? There are" if near else "there are"
-        raise ConfigError(f"{option} {name!r} is no parser; {hint} {', '.join(names)}.")
+        there = f"There are {', '.join(names)}."
+        raise ConfigError(f"{option} {name!r} is no parser. {hint(name, names, there)}")
 
 
 def _first(signs: dict[str, str | None], template: str) -> str | None:

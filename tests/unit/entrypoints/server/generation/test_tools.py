@@ -314,9 +314,9 @@ def test_options(make_server: Callable[..., Any]) -> None:
     with TestClient(make_server(chat_template=TEMPLATE, tool_call_parser="none").app) as client:
         assert refusal(client)["param"] == "tools"
     check_name("tool_call_parser", "hermes", TOOL_NAMES)
-    with pytest.raises(ConfigError, match="did you mean 'hermes'"):
+    with pytest.raises(ConfigError, match="Did you mean 'hermes'"):
         check_name("tool_call_parser", "hermez", TOOL_NAMES)
-    with pytest.raises(ConfigError, match="did you mean 'deepseek_r1'"):
+    with pytest.raises(ConfigError, match="Did you mean 'deepseek_r1'"):
         check_name("reasoning_parser", "deepseek-r1", THOUGHT_NAMES)
 
 
