@@ -57,6 +57,7 @@ class AsyncLLM:
         find_adapter_now: the same as find_adapter, for where no loop runs yet.
         observer: is told what happens to requests; the server puts one of its own here.
         num_blocks: KV blocks of the engine.
+        client: what stands for the engine here.
         limits: the scheduler's limits and its policy, as they were last set.
     """
 
@@ -66,7 +67,7 @@ class AsyncLLM:
         self.config = config = config.with_max_model_len(ready.max_model_len)
         self.model_config, self.tokenizer = config.model, tokenizer
         self.observer, self.num_blocks = Observer(), ready.num_blocks
-        self._client, self._options = client, options
+        self.client = client
         self._inputs = inputs = AsyncInputs(config, tokenizer, options.engine == "thread")
         self.prepare, self.token_ids, self.render_chat = inputs.prepare, inputs.token_ids, inputs.render_chat
         self.find_adapter, self.find_adapter_now = inputs.find_adapter, inputs.processor.adapters.find
@@ -256,7 +257,7 @@ class AsyncLLM:
         if internal and self._monitor.dead is None:
             self._aborted_early.update(own for own in internal if own not in self._outputs.records)
             self._admission.look_again()
-            self._client.send(Abort(internal))
+            self.client.send(Abort(internal))
 
     # The engine.
 
@@ -349,7 +350,7 @@ class AsyncLLM:
         while not keeps and (records := [*self._outputs.records]):
             self._monitor.check()
             if mode == "abort" and not wait_for_inflight_requests:
-                self._client.send(Abort(records))
+                self.client.send(Abort(records))
             await asyncio.sleep(0.01)
         if clear_cache:
             await self.reset_prefix_cache()
@@ -393,7 +394,7 @@ class AsyncLLM:
         """End all requests and the engine, which may take a few seconds. Safe to call twice."""
         self.end_requests()
         self._monitor.close()
-        self._client.close()
+        self.client.close()
         self._inputs.close()
 
     # On the way down.
@@ -408,7 +409,7 @@ class AsyncLLM:
             ended = [SequenceOutput(internal, index, [], finish_reason="abort") for index in range(record.num_left)]
             self._take_in(News(ended, [], 0.0, time.monotonic(), self._stats))
         else:
-            self._client.send(Add(request))
+            self.client.send(Add(request))
         return record
 
     def _close(self, internal: str) -> None:
@@ -418,13 +419,13 @@ class AsyncLLM:
         if (record := self._outputs.records.pop(internal, None)) is not None:
             self.observer.on_finished(*record.ending("error" if self.errored else "abort"), time.monotonic())
             if self._monitor.dead is None:
-                self._client.send(Abort([internal]))
+                self.client.send(Abort([internal]))
 
     async def _call(self, name: CallName, *arguments: Any) -> Any:
         self._monitor.attach()
         call_id = next(self._ids)
         future = self._calls[call_id] = asyncio.get_running_loop().create_future()
-        self._client.send(Call(call_id, name, list(arguments)))
+        self.client.send(Call(call_id, name, list(arguments)))
         try:
             return await future
         finally:
@@ -456,7 +457,7 @@ class AsyncLLM:
         for item in processed.taken:
             observer.on_tokens(item.request_id, item.sequence_index, len(item.new_token_ids), now)
         if processed.stopped:
-            self._client.send(Finish(processed.stopped))
+            self.client.send(Finish(processed.stopped))
         if processed.ready and not self._fresh:  # of several steps whose news have come at once, readers hear once
             asyncio.get_running_loop().call_soon(self._wake_readers)
         for record in processed.ready:

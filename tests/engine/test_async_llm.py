@@ -505,12 +505,12 @@ def test_a_pause_ends_with_the_engine() -> None:
     async def check() -> None:
         running = llm.generate("x", SamplingParams(max_tokens=400, ignore_eos=True))
         await anext(running)
-        assert isinstance(llm._client, ProcessClient)
-        os.kill(llm._client.pid, signal.SIGSTOP)
+        assert isinstance(llm.client, ProcessClient)
+        os.kill(llm.client.pid, signal.SIGSTOP)
         pausing = asyncio.create_task(llm.pause_generation(mode="wait"))
         await asyncio.sleep(0.05)
         llm._on_event(Reply(max(llm._calls)))  # as if it died just after that
-        os.kill(llm._client.pid, signal.SIGKILL)
+        os.kill(llm.client.pid, signal.SIGKILL)
         with pytest.raises(EngineDeadError):
             await asyncio.wait_for(pausing, 10)
         await running.aclose()
@@ -563,7 +563,7 @@ def test_an_engine_that_died_while_no_loop_ran_is_dead(monkeypatch: pytest.Monke
     def check() -> None:
         raise EngineDeadError("a worker is gone")
 
-    client: Any = llm._client
+    client: Any = llm.client
     monkeypatch.setattr(client.core.executor, "check", check)
     client._thread.join(10)  # it looks once a second
 
@@ -629,8 +629,8 @@ def test_what_prevents_the_start_is_told(args: EngineArgs, error: type[Exception
 
 
 def _child_of(llm: AsyncLLM) -> subprocess.Popen[bytes]:
-    assert isinstance(llm._client, ProcessClient)
-    return llm._client._process
+    assert isinstance(llm.client, ProcessClient)
+    return llm.client._process
 
 
 @pytest.mark.slow
@@ -640,7 +640,7 @@ def test_an_engine_that_dies_or_hangs_is_noticed_by_all_who_wait(
 ) -> None:
     monkeypatch.setattr("quire.engine.clients.process.CLOSE_SECONDS", 0.1)  # which would be waited for in vain
     llm = AsyncLLM.from_engine_args(ARGS, options=AsyncOptions(log_level="error", step_timeout=1.0))
-    directory = llm._client._directory  # type: ignore[attr-defined]
+    directory = llm.client._directory  # type: ignore[attr-defined]
     llm.observer = endings = Endings()
 
     async def wait() -> None:
@@ -697,7 +697,7 @@ def test_the_engine_goes_when_its_parent_is_killed(busy: bool) -> None:
         llm = AsyncLLM.from_engine_args(EngineArgs(model="demo"))
 
         async def main():
-            print(llm._client._process.pid, llm._client._directory, flush=True)
+            print(llm.client._process.pid, llm.client._directory, flush=True)
             params = SamplingParams(max_tokens=490, ignore_eos=True)
             while {busy}:
                 async for _ in llm.generate("x", params):

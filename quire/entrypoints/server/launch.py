@@ -27,6 +27,7 @@ import uvicorn
 
 import quire
 from quire.config.engine_args import EngineArgs
+from quire.engine.async_llm import AsyncLLM
 from quire.engine.async_options import AsyncOptions
 from quire.entrypoints.server.adapters import load_modules, read_modules
 from quire.entrypoints.server.address import bound_socket, describe_address, raise_file_limit, ssl_context
@@ -39,7 +40,7 @@ from quire.entrypoints.server.metrics import ServingMetrics
 from quire.entrypoints.server.options import ServerArgs
 from quire.entrypoints.server.parsers.registry import THOUGHT_NAMES, TOOL_NAMES, check_name
 from quire.entrypoints.server.parsing import warm_up
-from quire.entrypoints.server.replicas import start_engines
+from quire.entrypoints.server.replicas import ReplicasClient
 from quire.entrypoints.server.response_store import open_store
 from quire.entrypoints.server.state import ServerState
 from quire.errors import ConfigError, EngineDeadError, InvalidRequestError, QuireError
@@ -108,13 +109,15 @@ def load(args: ServerArgs, engine_args: EngineArgs) -> ServerState:
     options = AsyncOptions(args.engine, args.max_num_queued_reqs, args.log_level, args.step_timeout)
     names = args.served_model_name or [engine_args.model]
     adapters = read_modules(args, names)  # first, as a model may take minutes
-    llm, replicas = start_engines(engine_args, options)
+    start = ReplicasClient if engine_args.data_parallel_size > 1 else None
+    llm = AsyncLLM.from_engine_args(engine_args, options=options, start=start)
     for name, adapter in adapters.items():
         try:
             llm.find_adapter_now(adapter)
         except InvalidRequestError as error:
             llm.shutdown()
             raise ConfigError(f"the adapter {name!r} can't be used: {error}") from None
+    replicas = llm.client if isinstance(llm.client, ReplicasClient) else None
     return ServerState(llm, args, names, replicas, adapters, ServingMetrics(llm.config.model.max_model_len))
 
 

@@ -20,7 +20,7 @@ import msgspec
 
 from quire.config.engine_args import EngineArgs, EngineConfig
 from quire.config.scheduler import OPTIONS_OF, POLICY_OPTIONS
-from quire.engine.async_llm import AsyncLLM, AsyncOptions
+from quire.engine.async_options import AsyncOptions
 from quire.engine.clients.process import ProcessClient
 from quire.engine.monitor import Monitor
 from quire.entrypoints.server.info_requests import Engine
@@ -73,18 +73,6 @@ class _Replica:
     @property
     def serves(self) -> bool:
         return self.state != "starting"
-
-
-def start_engines(args: EngineArgs, options: AsyncOptions) -> "tuple[AsyncLLM, ReplicasClient | None]":
-    """As many engines as were asked for, and their client where they are several; raises as `from_engine_args` does."""
-    started: list[ReplicasClient] = []
-
-    def start(*given: Any) -> ReplicasClient:
-        started.append(ReplicasClient(*given))
-        return started[0]
-
-    llm = AsyncLLM.from_engine_args(args, options=options, start=start if args.data_parallel_size > 1 else None)
-    return llm, started[0] if started else None
 
 
 class ReplicasClient:
