@@ -34,7 +34,7 @@ _STEP_TOKENS = [1, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384]
 _NUM_SEQUENCES = [1, 2, 5, 10, 20]
 FINE = [
     1e-4 * 10 ** (step / 24) for step in range(143)
-]  # seconds, 10% apart, to over 80: for the history's percentiles
+]  # seconds, 10% apart: for the history's percentiles
 _FINISH_REASONS = ("stop", "length", "abort", "error")  # there from the start, so that rates are
 
 
