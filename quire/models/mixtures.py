@@ -74,10 +74,16 @@ def mixture(
         routing: or whether the usual one, by softmax, divides weights by their sum.
         is_plain: whether a layer has a plain MLP instead.
         others: what `Builder.experts` takes besides, of which the activation is config.json's where it is not there.
+
+    Raises:
+        ModelLoadError: a token goes to more experts than there are.
     """
     if isinstance(routing, bool):
         num_experts = count(config, "num_local_experts", count(config, "num_experts", 8))
         routing = Routing(num_experts, count(config, "num_experts_per_tok", 2), routing)
+    if routing.top_k > routing.num_experts:
+        said = f"config.json of model {config.model!r} gives each token {routing.top_k} of {routing.num_experts} experts"
+        raise ModelLoadError(f"{said}; it can give no more than there are.")
     others.setdefault("activation", str(config.hf_config.get("hidden_act") or "silu"))
     sizes, plain = (config.hidden_size, inner_size or config.intermediate_size), gated_mlp(config)
     return lambda index, builder: (

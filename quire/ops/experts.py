@@ -7,7 +7,6 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
-from quire.errors import ModelLoadError
 from quire.ops.gather import Meeting, gather_experts
 from quire.ops.native.builder import ProgramBuilder, Value, recorded
 from quire.ops.native.structs import Type
@@ -35,14 +34,11 @@ class Routing:
 
     Attributes:
         num_experts: E.
-        top_k: experts of each token.
+        top_k: experts of each token, of 1 to E.
         renormalize: whether the weights of those chosen are divided by their sum.
         by_sigmoid: weights are sigmoids of scores, and not their softmax.
         factor: on weights.
         bias: float32 [E], added to weights where experts are chosen, and not to what they weigh (arXiv:2408.15664).
-
-    Raises:
-        ModelLoadError: top_k is not within 1 .. num_experts.
     """
 
     num_experts: int
@@ -51,13 +47,6 @@ class Routing:
     by_sigmoid: bool = False
     factor: float = 1.0
     bias: Tensor | None = None
-
-    def __post_init__(self) -> None:
-        if not 1 <= self.top_k <= self.num_experts:
-            raise ModelLoadError(
-                f"config.json gives each token {self.top_k} of {self.num_experts} experts (num_experts_per_tok); it "
-                "must be at least one, and no more than there are."
-            )
 
 
 @dataclass(frozen=True, eq=False)
