@@ -88,7 +88,7 @@ def route(scores: Tensor, routing: Routing) -> tuple[Tensor, Tensor]:
     weights = shares.gather(-1, experts)
     if routing.renormalize:
         weights = weights / weights.sum(-1, keepdim=True).clamp_(min=LEAST_SUM)
-    return weights * routing.factor, experts
+    return weights if routing.factor == 1.0 else weights * routing.factor, experts
 
 
 @op
