@@ -82,8 +82,8 @@ def mixture(
         num_experts = count(config, "num_local_experts", count(config, "num_experts", 8))
         routing = Routing(num_experts, count(config, "num_experts_per_tok", 2), routing)
     if routing.top_k > routing.num_experts:
-        said = f"config.json of model {config.model!r} gives each token {routing.top_k} of {routing.num_experts} experts"
-        raise ModelLoadError(f"{said}; it can give no more than there are.")
+        said = f"gives each token {routing.top_k} of {routing.num_experts} experts; it can give no more than there are."
+        raise ModelLoadError(f"config.json of model {config.model!r} {said}")
     others.setdefault("activation", str(config.hf_config.get("hidden_act") or "silu"))
     sizes, plain = (config.hidden_size, inner_size or config.intermediate_size), gated_mlp(config)
     return lambda index, builder: (
