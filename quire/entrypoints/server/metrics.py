@@ -32,9 +32,7 @@ _REQUEST_SECONDS = [
 ]
 _STEP_TOKENS = [1, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384]
 _NUM_SEQUENCES = [1, 2, 5, 10, 20]
-FINE = [
-    1e-4 * 10 ** (step / 24) for step in range(143)
-]  # seconds, 10% apart: for the history's percentiles
+FINE = [1e-4 * 10 ** (step / 24) for step in range(143)]  # seconds, 10% apart: for the history's percentiles
 _FINISH_REASONS = ("stop", "length", "abort", "error")  # there from the start, so that rates are
 
 
