@@ -11,7 +11,7 @@ from quire.errors import ModelLoadError
 from quire.models.llama import LlamaShape
 from quire.models.mixtures import ernie_moe_shape, glm_shape, mixtral_shape
 
-SIZES = {"vocab_size": 9, "hidden_size": 8, "num_hidden_layers": 2, "num_attention_heads": 4}
+SIZES = {"vocab_size": 9, "hidden_size": 8, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2}
 
 
 @pytest.mark.parametrize(
