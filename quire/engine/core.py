@@ -176,15 +176,16 @@ class EngineCore:
         self._check_alive()
         self._execute(self.executor.check)
 
-    def reset_prefix_cache(self, forget_disk: bool = False, preempts: bool = False) -> bool:
+    def reset_prefix_cache(self, closes_disk: bool = False, preempts: bool = False) -> bool:
         """Forget all cached prefixes, and pins; False (and nothing done) while requests hold blocks.
 
-        Those on the disk stay, unless `forget_disk`: the same tokens will still make the same blocks. `preempts`: what
-        runs gives its blocks up first, and is computed anew.
+        Those on the disk stay, as the same tokens will still make the same blocks, unless it `closes_disk`. `preempts`:
+        what runs gives its blocks up first, and is computed anew.
         """
         if preempts:
             self._start_over()
-        done = self.scheduler.kv.reset_prefix_cache(keep_disk=not forget_disk)
+        if (done := self.scheduler.kv.reset_prefix_cache()) and closes_disk:
+            self.close_disk()
         self._publish()
         return done
 
@@ -265,7 +266,8 @@ class EngineCore:
         if "kv_cache" not in self._asleep:  # the worker that has them is a new one
             self._asleep, self._sleep_state = {"kv_cache"}, SLEEP_STATES[1]
             self.wake_up()
-        self.forget_disk(goes_on=True)
+        if (disk := self.scheduler.kv.disk) is not None:
+            disk.begin_anew()
         return True
 
     def call_workers(self, method: str, arguments: list[Any]) -> Returned:
@@ -283,16 +285,13 @@ class EngineCore:
         if faults:
             raise RequestFailedError(faults[0])
         if method not in ("sleep", "wake_up"):
-            self.forget_disk()
+            self.close_disk()
         return Returned([reply.value for reply in replies])
 
-    def forget_disk(self, goes_on: bool = False) -> None:
-        """Workers may have other weights by now, for which names of blocks on the disk stand for others.
-
-        `goes_on`: these have files of their own, so blocks are kept there from now on.
-        """
+    def close_disk(self) -> None:
+        """Workers may have other weights by now, for which names of blocks on the disk stand for others."""
         if (disk := self.scheduler.kv.disk) is not None:
-            disk.forget(goes_on)
+            disk.close()
 
     def _begin_anew(self, keep: bool = False) -> bool:
         """Forget what workers know, and prefixes but for the disk's; False (and nothing done) while requests run.

@@ -186,7 +186,7 @@ class LLMEngine:
         require(callable(function), "func", function, "a function of the model")
         if not isinstance(self.executor, InProcessExecutor):
             raise NotYetSupportedError("apply_model needs a model in this process, and this engine's is elsewhere.")
-        self.core.call("forget_disk")
+        self.core.call("close_disk")
         return [function(self.executor.worker.model)]
 
     def stats(self) -> EngineStats:

@@ -410,7 +410,7 @@ class LLM:
         if not isinstance(executor := self.llm_engine.executor, InProcessExecutor):
             raise NotYetSupportedError("a function needs a worker in this process, and this engine's is elsewhere.")
         with self._batches.turn:
-            self._batches.call("forget_disk")
+            self._batches.call("close_disk")
             return [method(executor.worker, *args, **(kwargs or {}))]
 
     def get_metrics(self) -> Metrics:

@@ -81,9 +81,14 @@ class DiskTier:
             self._host[group].release(host)
         self.under_way, self._fetches = {}, []
 
-    def forget(self, goes_on: bool = False) -> None:
-        """Neither read nor write from now on, as what a name stands for may have changed; or begin with no name."""
-        self._is_open = goes_on
+    def close(self) -> None:
+        """Neither read nor write from now on, as what a name stands for may have changed."""
+        self.begin_anew()
+        self._is_open = False
+
+    def begin_anew(self) -> None:
+        """Forget all names, closed or not: new weights have files of their own, and none yet."""
+        self._is_open = True
         self.saves = []
         for known in self.known:
             known.clear()

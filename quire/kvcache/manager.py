@@ -317,10 +317,10 @@ class KVManager:
 
     # All at once.
 
-    def reset_prefix_cache(self, keep_disk: bool = False) -> bool:
+    def reset_prefix_cache(self) -> bool:
         """Forget every cached prefix, pinned ones too; False, with nothing done, while sequences hold blocks.
 
-        `keep_disk`: but those on the disk, as the same tokens will still make the same blocks.
+        But for those on the disk, as the same tokens will still make the same blocks.
         """
         if self._tables:
             return False
@@ -328,7 +328,7 @@ class KVManager:
         for pool in self.pools:
             pool.forget_all()
         if self.space is not None:
-            self.space.forget_all(keep_disk)
+            self.space.forget_all()
         if self.events is not None:
             self.events.cleared()
         return True

@@ -257,13 +257,11 @@ class SwapSpace:
         self._out = {}
         self.arrivals.take()
 
-    def forget_all(self, keep_disk: bool = False) -> None:
-        """Forget every prefix; what was swapped out stays, and what is on the disk where names stand for the same."""
+    def forget_all(self) -> None:
+        """Forget every prefix; what was swapped out stays, and what is on the disk."""
         for pool in self.pools:
             pool.forget_all()
         self._forget_evicted()
-        if self.disk is not None and not keep_disk:
-            self.disk.forget()
 
     def check_integrity(self) -> None:
         """Raise AssertionError unless the host's blocks are owned as the swapped tables imply."""

@@ -18,7 +18,7 @@ from quire.protocol.worker import Returned
 
 # Methods of `quire.engine.core.EngineCore`.
 _Call = Literal["snapshot", "set_limits", "reset_prefix_cache", "pin_prefix", "unpin_prefix", "pinned_prefixes", "hold"]
-_OfWeights = Literal["sleep", "wake_up", "is_sleeping", "update_weights", "call_workers", "forget_disk"]
+_OfWeights = Literal["sleep", "wake_up", "is_sleeping", "update_weights", "call_workers", "close_disk"]
 CallName = _Call | _OfWeights | Literal["check_integrity"]
 
 

@@ -202,7 +202,7 @@ def test_a_disk_that_takes_nothing_stops_nobody(
 def test_a_reset_closes_the_disk(start: Callable[..., LLMEngine]) -> None:
     one = start()
     answer(one, LONG)
-    assert one.core.scheduler.kv.reset_prefix_cache()
+    assert one.reset_prefix_cache(reset_connector=True)
     answer(one, LONG)
     assert one.stats().prefix_cache_hits_total == 0
 

@@ -287,7 +287,7 @@ def run(scenario: Scenario) -> World:
                 del world.disk[rng.choice(list(world.disk))]
             if step % 64 == 0:
                 world.check_integrity()
-            if step % 500 == 0 and world.scheduler.kv.reset_prefix_cache():
+            if step % 500 == 0 and world.core.reset_prefix_cache(closes_disk=True):
                 world.ends["reset"] += 1
         world.drain()
         return world

@@ -92,7 +92,7 @@ class SchedulerMachine(RuleBasedStateMachine):
 
     @rule()
     def reset_prefix_cache(self) -> None:
-        self.world.scheduler.kv.reset_prefix_cache()
+        self.world.core.reset_prefix_cache(closes_disk=True)
 
     @invariant()
     def consistent(self) -> None:

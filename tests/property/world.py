@@ -175,7 +175,7 @@ class World:
         self.scheduler.cancel()
         if self.scheduler.kv.disk is not None:
             self.scheduler.kv.disk.saves.clear()  # their blocks are lost, and with them the files: reads will fail
-        assert self.scheduler.kv.reset_prefix_cache(keep_disk=True)
+        assert self.scheduler.kv.reset_prefix_cache()
         self.executor, self.core = self._engine()
         self.ends["moved"] += 1
 

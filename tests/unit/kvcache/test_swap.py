@@ -225,6 +225,8 @@ def test_what_is_being_read_at_a_reset_is_not_found() -> None:
     kv.watch(name)
     (fetch,) = kv.end_plan().fetch
     assert kv.reset_prefix_cache(), "nothing runs"
+    assert kv.disk is not None
+    kv.disk.close()
     kv.plan_done(DiskNews(fetched=[(0, fetch[1], True)]))
     assert kv.settled == [name], "who waits for it goes on"
     assert kv.match_prefix(table).num_tokens == 0
