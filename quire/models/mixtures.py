@@ -74,16 +74,10 @@ def mixture(
         routing: or whether the usual one, by softmax, divides weights by their sum.
         is_plain: whether a layer has a plain MLP instead.
         others: what `Builder.experts` takes besides, of which the activation is config.json's where it is not there.
-
-    Raises:
-        ModelLoadError: a token goes to more experts than there are.
     """
     if isinstance(routing, bool):
         num_experts = count(config, "num_local_experts", count(config, "num_experts", 8))
-        routing = Routing(num_experts, count(config, "num_experts_per_tok", 2), routing)
-    if routing.top_k > routing.num_experts:
-        said = f"gives each token {routing.top_k} of {routing.num_experts} experts; it can give no more than there are."
-        raise ModelLoadError(f"config.json of model {config.model!r} {said}")
+        routing = Routing(num_experts, count(config, "num_experts_per_tok", 2, most=num_experts), routing)
     others.setdefault("activation", str(config.hf_config.get("hidden_act") or "silu"))
     sizes, plain = (config.hidden_size, inner_size or config.intermediate_size), gated_mlp(config)
     return lambda index, builder: (
@@ -170,7 +164,8 @@ def glm_shape(config: ModelConfig) -> LlamaShape:
     """Glm4MoeForCausalLM."""
     if count(config, "n_group", 1) != 1:
         raise ModelLoadError(f"model {config.model!r} chooses groups of experts first (n_group): not supported yet.")
-    num_experts, top_k = count(config, "n_routed_experts", 128), count(config, "num_experts_per_tok", 8)
+    num_experts = count(config, "n_routed_experts", 128)
+    top_k = count(config, "num_experts_per_tok", 8, most=num_experts)
     renormalize = bool(config.hf_config.get("norm_topk_prob", True))
     routing = Routing(num_experts, top_k, renormalize, True, number(config, "routed_scaling_factor", 1.0))
     inner_size, num_plain = count(config, "moe_intermediate_size", 1408), count(config, "first_k_dense_replace", 1, 0)
@@ -183,7 +178,8 @@ def glm_shape(config: ModelConfig) -> LlamaShape:
 
 def ernie_moe_shape(config: ModelConfig) -> LlamaShape:
     """Ernie4_5_MoeForCausalLM."""
-    routing = Routing(count(config, "moe_num_experts", 64), count(config, "moe_k", 6), renormalize=True)
+    num_experts = count(config, "moe_num_experts", 64)
+    routing = Routing(num_experts, count(config, "moe_k", 6, most=num_experts), renormalize=True)
     inner_size, every = count(config, "moe_intermediate_size", 1536), count(config, "moe_layer_interval", 1)
     first = count(config, "moe_layer_start_index", 1, least=0)
     last = count(config, "moe_layer_end_index", -1, least=-1) % config.num_layers

@@ -6,25 +6,25 @@ as absent, as transformers writes it; for what is absent the family's defaults c
 
 from typing import Any
 
-from quire.config.families import family_of
+from quire.config.config_json import ConfigReader
 from quire.config.model import ModelConfig
 from quire.errors import ModelLoadError
 
-_TOO_LARGE = 2**31  # no count of a model reaches it, and no number of one is meant to
+_MOST = 2**31 - 1  # of a model's counts, and of its numbers
 
 
-def count(config: ModelConfig, key: str, default: int, least: int = 1) -> int:
-    """A whole number of at least `least` (ModelLoadError)."""
+def count(config: ModelConfig, key: str, default: int, least: int = 1, most: int = _MOST) -> int:
+    """A whole number from `least` to `most` (ModelLoadError)."""
     value = _value(config, key, default)
-    if type(value) is not int or not least <= value < _TOO_LARGE:
-        raise _refusal(config, key, value, f"a whole number of at least {least}")
+    if type(value) is not int or not least <= value <= most:
+        raise _refusal(config, key, value, f"a whole number from {least} to {most}")
     return value
 
 
 def number(config: ModelConfig, key: str, default: float) -> float:
     """A number over 0 (ModelLoadError)."""
     value = _value(config, key, default)
-    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < _TOO_LARGE:
+    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value <= _MOST:
         raise _refusal(config, key, value, "a number over 0")
     return float(value)
 
@@ -38,8 +38,8 @@ def indices(config: ModelConfig, key: str) -> frozenset[int]:
 
 
 def _value(config: ModelConfig, key: str, default: Any) -> Any:
-    value = config.hf_config.get(key)
-    return family_of(config.model_type or config.architecture).defaults.get(key, default) if value is None else value
+    family, value = ConfigReader(config.hf_config, config.model).family, config.hf_config.get(key)
+    return family.defaults.get(key, default) if value is None else value
 
 
 def _refusal(config: ModelConfig, key: str, value: Any, rule: str) -> ModelLoadError:

@@ -64,7 +64,7 @@ def test_a_checkpoint_of_other_experts_is_refused(theirs: Any, tmp_path: Path) -
         ({"num_local_experts": 4}, r"experts\.4\.\w+.*has no place|has no\s+place"),
         ({"swiglu_limit": 5.0}, "swiglu_limit = 5.0; only 7.0 is supported"),
         ({"swiglu_limit": "7"}, "swiglu_limit = '7'; it must be a number"),
-        ({"num_experts_per_tok": 6}, "6 of 5 experts"),
+        ({"num_experts_per_tok": 6}, "num_experts_per_tok = 6; it must be a whole number from 1 to 5"),
     ):
         (tmp_path / "config.json").write_text(json.dumps(config | change))
         with pytest.raises(ModelLoadError, match=message):

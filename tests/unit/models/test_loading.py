@@ -311,5 +311,5 @@ def test_tensors_of_a_strange_type_are_refused(make) -> None:
 
 def test_without_a_model_type_defaults_are_the_architectures() -> None:
     """config.json need not name one; what it leaves unsaid is then as transformers' class of that name has it."""
-    config: Any = SimpleNamespace(hf_config={}, model_type="", architecture="GraniteMoeForCausalLM", model="a")
+    config: Any = SimpleNamespace(hf_config={"architectures": ["GraniteMoeForCausalLM"]}, model="a")
     assert settings.count(config, "num_experts_per_tok", 8) == 2

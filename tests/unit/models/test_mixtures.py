@@ -22,18 +22,17 @@ SIZES = {"vocab_size": 9, "hidden_size": 8, "num_hidden_layers": 2, "num_attenti
         (ernie_moe_shape, "Ernie4_5_MoeForCausalLM", "moe_num_experts", "moe_k"),
     ],
 )
-@pytest.mark.parametrize(("chosen", "message"), [(5, "5 of 4 experts"), (0, "must be a whole number of at least 1")])
+@pytest.mark.parametrize("chosen", [0, 5])
 def test_more_experts_than_there_are_are_refused(
     shape: Callable[[ModelConfig], LlamaShape],
     architecture: str,
     all_key: str,
     chosen_key: str,
     chosen: int,
-    message: str,
     tmp_path: Path,
 ) -> None:
     stated = SIZES | {"architectures": [architecture], "max_position_embeddings": 16, all_key: 4, chosen_key: chosen}
     (tmp_path / "config.json").write_text(json.dumps(stated))
     config = ModelConfig.from_pretrained(tmp_path, load_format="dummy")
-    with pytest.raises(ModelLoadError, match=message):
+    with pytest.raises(ModelLoadError, match=f"{chosen_key} = {chosen}; it must be a whole number from 1 to 4"):
         shape(config)
