@@ -14,6 +14,7 @@ from itertools import chain
 from statistics import median
 from typing import TYPE_CHECKING, Any
 
+from quire.config.engine_args import EngineArgs
 from quire.entrypoints.cli.files import OutputFile, write_figures, write_text
 from quire.entrypoints.cli.flags import add_counts, add_engine_flags
 from quire.entrypoints.cli.session import load, random_prompts
@@ -113,7 +114,7 @@ def run(namespace: Namespace) -> None:
     if not 0 <= shared <= length:
         raise ConfigError(f"--shared-len must be from 0 to --input-len = {length}; it is {shared}.")
     namespace.enable_prefix_caching |= shared > 0
-    vars(namespace).setdefault("max_num_seqs", max(size, 256))
+    vars(namespace).setdefault("max_num_seqs", max(size, EngineArgs.max_num_seqs))
     llm, _ = load(namespace)
     model = native_model(llm)
     before = measure_limits(model)
