@@ -14,6 +14,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from quire.config.speculative import SpeculativeConfig
 from quire.config.worker import WorkerConfig
 from quire.models.causal_lm import RunnableModel
 from quire.models.compiled import CompiledModel
@@ -37,12 +38,11 @@ class DraftModel(Drafter):
         config, speculative: what it was made with.
     """
 
-    def __init__(self, config: WorkerConfig, device: Device, model: CausalLM) -> None:
+    def __init__(self, config: WorkerConfig, speculative: SpeculativeConfig, device: Device, model: CausalLM) -> None:
         assert config.draft is not None, "no draft model is configured"
-        assert config.speculative is not None, "a draft model, and nothing that uses it"
         self.config, self._draft, self.device = config, config.draft, device
-        self.speculative = config.speculative
-        self.model, self.store = build_packed(config, config.draft, config.speculative.quantization, device, False)
+        self.speculative = speculative
+        self.model, self.store = build_packed(config, config.draft, speculative.quantization, device, False)
         self.module, self.layers = self.model, self.model.cache_layers
         self.assign_groups = self.model.assign_groups
 

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from quire.config.draft_tree import DraftTree
+from quire.config.speculative import SpeculativeConfig
 from quire.config.worker import WorkerConfig
 from quire.models.causal_lm import CausalLM, RunnableModel
 from quire.models.compiled_eagle import CompiledEagle, RunnableHead, TimedHead
@@ -42,11 +43,10 @@ class EagleModel(Drafter):
         taps: the model's layers whose outputs it reads; none for the last hidden state alone.
     """
 
-    def __init__(self, config: WorkerConfig, device: Device, model: CausalLM) -> None:
+    def __init__(self, config: WorkerConfig, speculative: SpeculativeConfig, device: Device, model: CausalLM) -> None:
         assert config.draft is not None, "no head is configured"
-        assert config.speculative is not None, "a head, and nothing that uses it"
         self.config, self.device, self._model = config, device, model
-        draft, speculative = config.draft, config.speculative
+        draft = config.draft
         found = open_heads(draft.path, draft.model, load_format=config.load_format)
         self._checkpoint = found.made_for(speculative.method)
         check_eagle_head(draft, config.model)

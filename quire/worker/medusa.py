@@ -38,10 +38,8 @@ class MedusaModel(Drafter):
     reads = False  # drafts follow from the hidden state alone
     timed_sizes = 1, 8  # each is as many rows as there are heads
 
-    def __init__(self, config: WorkerConfig, device: Device, model: CausalLM) -> None:
-        speculative = config.speculative
+    def __init__(self, config: WorkerConfig, speculative: SpeculativeConfig, device: Device, model: CausalLM) -> None:
         assert config.heads is not None, "no heads are configured"
-        assert speculative is not None, "heads, and nothing that uses them"
         self._config, self._speculative, self.device = config, speculative, device
         self._checkpoint = open_heads(config.heads, speculative.model or "", load_format=config.load_format)
         tree = speculative.tree

@@ -83,10 +83,10 @@ class Worker:
         self.device: Device = self.place.device
         self._model, self._store = build_packed(config, config.model, config.quantization, self.device, True)
         self._drafter: Drafter | None = None
-        if config.speculative is not None and config.speculative.method in DRAFTERS and config.stage.is_last:
-            num_threads = config.speculative.num_threads
+        if (wanted := config.speculative) is not None and wanted.method in DRAFTERS and config.stage.is_last:
+            num_threads = wanted.num_threads
             own = self.device if num_threads is None else self.device.with_threads(num_threads)
-            self._drafter = DRAFTERS[config.speculative.method](config, own, self._model)
+            self._drafter = DRAFTERS[wanted.method](config, wanted, own, self._model)
         self._layers = [*self._model.cache_layers, *(self._drafter.layers if self._drafter is not None else ())]
         windows = config.model.layer_windows + (config.draft.layer_windows if config.draft is not None else ())
         self._groups = group_layers(self._layers, windows if config.num_stages > 1 else ())
