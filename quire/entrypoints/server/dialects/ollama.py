@@ -6,6 +6,7 @@
 import json
 from collections.abc import Sequence
 from datetime import UTC, datetime
+from functools import partial
 from typing import Any
 
 from quire.entrypoints.server import ollama_requests as forms
@@ -74,8 +75,8 @@ class OllamaWriter(EventWriter):
         self, state: ServerState, body: forms.OllamaQuestion, turn: Turn, num_prompt_tokens: int, num_top: int | None
     ) -> None:
         self.turn, self._num_top, self._tokenizer = turn, num_top, state.llm.tokenizer
-        self._model, self._num_prompt_tokens = state.check_model(body.model), num_prompt_tokens
-        self._is_chat = isinstance(body, forms.OllamaChatRequest)
+        self._num_prompt_tokens = num_prompt_tokens
+        self._piece = partial(_piece, body, state.check_model(body.model))
         self._text, self._thought = list[str](), list[str]()
         self._calls: list[dict[str, Any]] = []
         self._begun, self._arguments = ToolCallStart(0, "", ""), ""  # of the latest one
@@ -117,14 +118,6 @@ class OllamaWriter(EventWriter):
         told = {} if self._num_top is None else {"logprobs": self._logprobs}
         return self._piece("".join(self._text), "".join(self._thought), self._calls) | self._end() | told
 
-    def _piece(self, text: str = "", thought: str = "", calls: Sequence[dict[str, Any]] = ()) -> Event:
-        head = {"model": self._model, "created_at": now()}
-        more: dict[str, Any] = {"thinking": thought} if thought else {}
-        if not self._is_chat:
-            return {**head, "response": text, **more, "done": False}
-        more |= {"tool_calls": [*calls]} if calls else {}
-        return {**head, "message": {"role": "assistant", "content": text, **more}, "done": False}
-
     def _end(self) -> dict[str, Any]:
         """Why it ended, what it took; times in nanoseconds."""
         reason = "length" if self.finish is not None and self.finish.reason == "length" else "stop"
@@ -155,9 +148,19 @@ def now() -> str:
 
 def loaded(body: AnyRequest, model: str) -> dict[str, Any]:
     """The answer to a request that asks for nothing."""
-    is_chat = isinstance(body, forms.OllamaChatRequest)
-    empty = {"message": {"role": "assistant", "content": ""}} if is_chat else {"response": ""}
-    return {"model": model, "created_at": now(), **empty, "done": True, "done_reason": "load"}
+    return _piece(body, model) | {"done": True, "done_reason": "load"}
+
+
+def _piece(
+    body: AnyRequest, model: str, text: str = "", thought: str = "", calls: Sequence[dict[str, Any]] = ()
+) -> Event:
+    """Some of an answer."""
+    head = {"model": model, "created_at": now()}
+    more: dict[str, Any] = {"thinking": thought} if thought else {}
+    if not isinstance(body, forms.OllamaChatRequest):
+        return {**head, "response": text, **more, "done": False}
+    more |= {"tool_calls": [*calls]} if calls else {}
+    return {**head, "message": {"role": "assistant", "content": text, **more}, "done": False}
 
 
 def _fields(body: forms.OllamaRequest) -> dict[str, Any]:
