@@ -1,5 +1,6 @@
 """/v1/responses: objects, events, what the template is given, what is kept, and refusals by name."""
 
+import asyncio
 import json
 import re
 import time
@@ -12,6 +13,7 @@ import msgspec
 import pytest
 from fastapi.testclient import TestClient
 
+from quire.entrypoints.server.dialects import responses
 from quire.entrypoints.server.dialects.responses_input import messages_of, read_items
 from quire.errors import OverloadedError
 
@@ -616,3 +618,17 @@ def test_compaction_is_refused(client: TestClient) -> None:
     answer = client.post("/v1/responses/compact", json={"model": "demo", "input": "Hi"})
     assert answer.status_code == 400
     assert "/v1/responses/compact is not supported: 'truncation': 'auto'" in answer.json()["error"]["message"]
+
+
+def test_only_an_input_of_many_parts_is_read_in_a_thread(client: TestClient, monkeypatch: pytest.MonkeyPatch) -> None:
+    on_loop: list[bool] = []
+
+    def read(*given: Any) -> list[dict[str, Any]]:
+        on_loop.append(asyncio._get_running_loop() is not None)
+        return read_items(*given)
+
+    monkeypatch.setattr(responses, "read_items", read)
+    many = {"role": "user", "content": [{"type": "input_text", "text": ""}] * 100}
+    for given in ("Hi", [USER], [many]):
+        client.post(PATH, json={"input": given})
+    assert on_loop == [True, True, False]
