@@ -14,11 +14,12 @@ from tqdm import tqdm
 from quire.engine.llm_engine import LLMEngine
 from quire.errors import InvalidRequestError
 from quire.inputs import PromptType
-from quire.outputs import RequestOutput
+from quire.outputs import BeamSearchOutput, BeamSearchSequence, RequestOutput
 from quire.pooling_params import PoolingParams
 from quire.protocol.core import CallName
 from quire.protocol.requests import Terms
-from quire.sampling_params import RequestOutputKind, SamplingParams
+from quire.sampling_params import BeamSearchParams, RequestOutputKind, SamplingParams
+from quire.text.tokenizer import Tokenizer
 
 
 class Batches:
@@ -100,6 +101,20 @@ class Batches:
                     bar.set_postfix_str(speeds, False)
                     bar.update()
         return [done[request_id] for request_id in ids]
+
+
+def beams_of(output: RequestOutput, params: BeamSearchParams, tokenizer: Tokenizer | None) -> BeamSearchOutput:
+    """What a prompt's search found (InvalidRequestError where it failed)."""
+    sequences: list[BeamSearchSequence] = []
+    for part in output.outputs:
+        if part.finish_reason == "error":
+            raise InvalidRequestError(str(part.stop_reason), "params")
+        tokens = output.prompt_token_ids + part.token_ids
+        shown = tokens[:-1] if part.finish_reason == "stop" and not params.include_stop_str_in_output else tokens
+        text = None if tokenizer is None else tokenizer.decode(shown)
+        scored = (part.logprobs or [], None, part.cumulative_logprob or 0.0)
+        sequences.append(BeamSearchSequence(tokens, *scored, text, part.finish_reason, part.stop_reason))
+    return BeamSearchOutput(sequences)
 
 
 def of_prompt(error: InvalidRequestError, place: int, num_prompts: int, name: str = "prompts") -> InvalidRequestError:

@@ -16,7 +16,7 @@ from torch import Tensor, tensor
 
 from quire.config.model import ModelConfig
 from quire.entrypoints.as_vllm import EngineArgs, LLMEngine, Metrics, as_vllms
-from quire.entrypoints.batches import Batches, of_prompt
+from quire.entrypoints.batches import Batches, beams_of, of_prompt
 from quire.entrypoints.not_yet import engine_args
 from quire.entrypoints.vllm_names import lacking
 from quire.errors import InvalidRequestError, NotYetSupportedError, RequestFailedError, broken, require
@@ -25,7 +25,6 @@ from quire.inputs import PromptType
 from quire.lora.request import LoRARequest, PromptAdapterRequest
 from quire.outputs import (
     BeamSearchOutput,
-    BeamSearchSequence,
     EmbeddingOutput,
     EmbeddingRequestOutput,
     PoolingOutput,
@@ -220,20 +219,7 @@ class LLM:
         for start in range(0, len(many), size):
             part, served = many[start : start + size], terms[start : start + size]
             outputs += self._batches.run(part, [one] * len(part), served, use_tqdm=use_tqdm)
-        return [self._beams_of(output, params) for output in outputs]
-
-    def _beams_of(self, output: RequestOutput, params: BeamSearchParams) -> BeamSearchOutput:
-        tokenizer = self.llm_engine.tokenizer
-        sequences: list[BeamSearchSequence] = []
-        for part in output.outputs:
-            if part.finish_reason == "error":
-                raise InvalidRequestError(str(part.stop_reason), "params")
-            tokens = output.prompt_token_ids + part.token_ids
-            shown = tokens[:-1] if part.finish_reason == "stop" and not params.include_stop_str_in_output else tokens
-            text = None if tokenizer is None else tokenizer.decode(shown)
-            scored = (part.logprobs or [], None, part.cumulative_logprob or 0.0)
-            sequences.append(BeamSearchSequence(tokens, *scored, text, part.finish_reason, part.stop_reason))
-        return BeamSearchOutput(sequences)
+        return [beams_of(output, params, self.llm_engine.tokenizer) for output in outputs]
 
     def embed(
         self,
