@@ -6,10 +6,9 @@ here from its tensors' names and shapes. The worker builds and fills these; noth
 """
 
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -48,27 +47,21 @@ class MedusaShape:
     scale: float = 1.0
 
 
-def read_shape(
-    config: Mapping[str, Any], shapes: Mapping[str, tuple[int, ...]], num_heads: int
-) -> tuple[MedusaShape, dict[str, str | None]]:
-    """The first heads of a checkpoint, and each tensor's name here; None for those that are not needed.
-
-    Args:
-        config: its config.json.
-        shapes: of its tensors, by name; those of unknown names are left out of the result.
-        num_heads: how many are wanted.
+def read_shape(checkpoint: HeadCheckpoint, num_heads: int) -> tuple[MedusaShape, dict[str, str | None]]:
+    """The first heads of a checkpoint, so many, and each tensor's name here; None for those that are not needed.
 
     Raises:
-        ValueError: what is wrong, as said of "the heads".
+        ModelLoadError: its tensors are no such heads, or fewer, or others than its config.json says.
     """
+    config = checkpoint.config
     scale = config.get("logit_scale", 1.0)
     if not isinstance(scale, int | float):
-        raise ValueError(f"have logit_scale = {scale!r} in config.json; it must be a number.")
+        raise checkpoint.error(f"have logit_scale = {scale!r} in config.json; it must be a number.")
     use_models_head = bool(config.get("original_lm_head"))
     names: dict[str, str | None] = {}
     heads, layers = {-1}, {-1}
     sizes, outputs = list[int](), list[int]()
-    for name, shape in shapes.items():
+    for name, shape in checkpoint.shapes.items():
         bare = _PREFIX.sub("", name)
         if found := _BLOCK.fullmatch(bare) or _HEAD.fullmatch(bare):
             head, layer = int(found["head"] or found["vllm"]), int(found["layer"] or found["vllm_layer"] or 0)
@@ -86,22 +79,24 @@ def read_shape(
         elif bare in (TOKEN_MAP, "lm_head.weight"):
             names[name] = None
     if not sizes:
-        raise ValueError("have no tensor that is called as a Medusa head's, as '0.0.linear.weight'; use such heads.")
-    _check_numbers(config, max(heads) + 1, max(layers) + 1, num_heads)
+        example = "called as a Medusa head's, as '0.0.linear.weight'"
+        raise checkpoint.error(f"have no tensor that is {example}; use such heads.")
+    _check_numbers(checkpoint, max(heads) + 1, max(layers) + 1, num_heads)
     bias = any(ours is not None and ours.endswith("bias") for ours in names.values())
     return MedusaShape(num_heads, max(layers) + 1, sizes[0], outputs[0] if outputs else None, bias, scale), names
 
 
-def _check_numbers(config: Mapping[str, Any], num_heads: int, num_layers: int, wanted: int) -> None:
+def _check_numbers(checkpoint: HeadCheckpoint, num_heads: int, num_layers: int, wanted: int) -> None:
+    config = checkpoint.config
     said = config.get("medusa_num_heads", config.get("num_heads", num_heads))
     said_layers = config.get("medusa_num_layers", config.get("num_hidden_layers", num_layers))
     if said != num_heads or said_layers != num_layers:
-        raise ValueError(
+        raise checkpoint.error(
             f"are {said} of {said_layers} layers by config.json, and its tensors are of {num_heads} of {num_layers}: "
             "they don't belong together. Fetch both again."
         )
     if num_heads < wanted:
-        raise ValueError(
+        raise checkpoint.error(
             f"are {num_heads}, and each drafts one token: num_speculative_tokens, or the depth of "
             f"speculative_token_tree, is {wanted}. Lower it."
         )
@@ -121,10 +116,7 @@ def read_heads(
     num_layers = checkpoint.number("medusa_num_layers", "num_hidden_layers", default=1)
     shape, names = MedusaShape(num_heads, num_layers, hidden_size), {}
     if checkpoint.source is not None:
-        try:
-            shape, names = read_shape(checkpoint.config, checkpoint.shapes, num_heads)
-        except ValueError as error:
-            raise checkpoint.error(str(error)) from None
+        shape, names = read_shape(checkpoint, num_heads)
     for found in (hidden_size, shape.hidden_size):
         checkpoint.hold("hidden size", found, model.hidden_size, model.model)
     num_outputs = shape.num_outputs or vocab_size

@@ -129,12 +129,10 @@ def _form(state: ServerState, template: str, offer: Offer) -> Form:
 
 
 def _known_form(state: ServerState, template: str) -> Form | None:
-    option = state.args.tool_call_parser
-    name = None if option in ("generic", "none") else tool_format(option, template)
-    if name is not None:
-        return TOOL_FORMS[name]
-    if option == "none":
+    if (option := state.args.tool_call_parser) == "none":
         return None
+    if option != "generic" and (name := tool_format(option, template)) is not None:
+        return TOOL_FORMS[name]
     forms = state.learned_forms
     if template not in forms:
         while len(forms) >= _MOST_LEARNED:

@@ -1,5 +1,6 @@
 """Medusa heads are read in both published forms, and compute what their paper says."""
 
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -8,9 +9,12 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from quire.attention.registry import select_backend
+from quire.errors import ModelLoadError
 from quire.models.builder import BuildContext, Builder
 from quire.models.compiled import CompiledHeads
+from quire.models.heads import HeadCheckpoint
 from quire.models.medusa import MedusaHeads, MedusaShape, read_shape
+from quire.models.shards import TensorSpec
 from quire.models.weights import CheckpointFormat, weight_slots
 from quire.ops.native.library import library
 from quire.quantization.packed import Packing
@@ -44,12 +48,15 @@ def of_vllm(num_heads: int, num_layers: int, prefix: str = "") -> dict[str, Tens
     return tensors
 
 
-def shapes(tensors: dict[str, Tensor]) -> dict[str, tuple[int, ...]]:
-    return {name: tuple(tensor.shape) for name, tensor in tensors.items()}
+def checkpoint(config: dict[str, Any], tensors: dict[str, Tensor]) -> HeadCheckpoint:
+    source: Any = SimpleNamespace(
+        specs=[TensorSpec(name, "F32", tuple(t.shape), t.nbytes, "") for name, t in tensors.items()]
+    )
+    return HeadCheckpoint("heads", config, source)
 
 
 def test_the_published_form_is_read() -> None:
-    shape, names = read_shape({"medusa_num_heads": 3, "medusa_num_layers": 2}, shapes(published(3, 2)), 3)
+    shape, names = read_shape(checkpoint({"medusa_num_heads": 3, "medusa_num_layers": 2}, published(3, 2)), 3)
     assert shape == MedusaShape(3, 2, SIZE, VOCAB)
     assert names["1.0.linear.bias"] == "blocks.1.0.bias"
     assert names["2.2.weight"] == "lm_heads.2.weight"
@@ -60,18 +67,18 @@ def test_the_published_form_is_read() -> None:
 def test_the_form_of_vllm_is_read(prefix: str) -> None:
     tensors = of_vllm(2, 1, prefix) | {"token_map": torch.arange(VOCAB)}
     config = {"num_heads": 2, "num_hidden_layers": 1, "logit_scale": 0.5}
-    shape, names = read_shape(config, shapes(tensors), 2)
+    shape, names = read_shape(checkpoint(config, tensors), 2)
     assert shape == MedusaShape(2, 1, SIZE, VOCAB, bias=False, scale=0.5)
     assert names[f"{prefix}blocks.1.layers.0.weight"] == "blocks.1.0.weight"
     assert names["token_map"] is None
-    shape, names = read_shape(config | {"original_lm_head": True}, shapes(tensors), 2)
+    shape, names = read_shape(checkpoint(config | {"original_lm_head": True}, tensors), 2)
     assert shape.num_outputs is None
     assert names[f"{prefix}lm_heads.1.weight"] is None
 
 
 def test_the_first_heads_are_enough_and_unknown_names_are_left_out() -> None:
     tensors = published(4, 1, own_head=False) | {"scores.weight": torch.ones(2)}
-    shape, names = read_shape({}, shapes(tensors), 2)
+    shape, names = read_shape(checkpoint({}, tensors), 2)
     assert shape == MedusaShape(2, 1, SIZE)
     assert names["2.0.linear.weight"] is None
     assert "scores.weight" not in names
@@ -87,14 +94,16 @@ def test_the_first_heads_are_enough_and_unknown_names_are_left_out() -> None:
     ],
 )
 def test_numbers_that_do_not_agree_are_said(config: dict[str, Any], num_heads: int, message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        read_shape(config, shapes(published(3, 1)), num_heads)
-    with pytest.raises(ValueError, match=r"have no tensor that is called as a Medusa head's, as '0.0.linear.weight'"):
-        read_shape({}, {"model.embed_tokens.weight": (4, 4)}, 1)
+    with pytest.raises(ModelLoadError, match=message):
+        read_shape(checkpoint(config, published(3, 1)), num_heads)
+    with pytest.raises(
+        ModelLoadError, match=r"have no tensor that is called as a Medusa head's, as '0.0.linear.weight'"
+    ):
+        read_shape(checkpoint({}, {"model.embed_tokens.weight": torch.ones(4, 4)}), 1)
 
 
 def built(tensors: dict[str, Tensor], num_heads: int, *, packed: bool, **config: Any) -> MedusaHeads:
-    shape, names = read_shape(config, shapes(tensors), num_heads)
+    shape, names = read_shape(checkpoint(config, tensors), num_heads)
     packing = Packing(torch.float32, lambda shape, dtype, name: torch.zeros(shape, dtype=dtype)) if packed else None
     formats = select_formats(None, packing)
     context = BuildContext(select_backend("native" if packed else "reference"), formats, torch.float32)
