@@ -120,11 +120,8 @@ class _Header:
         return values
 
     def text(self) -> str:
-        (size,) = self.take("Q")
-        if size > len(self.data) - self.offset:
-            raise self.error(f"has a text of {size} bytes at {self.offset}, where the file has {len(self.data)} in all")
-        self.offset += size
-        return self.data[self.offset - size : self.offset].decode("utf-8", "replace")
+        (text,) = self.take("s", *self.take("Q"))
+        return text.decode("utf-8", "replace")
 
     def value(self, kind: int) -> Any:
         if kind == _STRING:

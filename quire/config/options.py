@@ -18,6 +18,7 @@ from quire.utils.values import plain
 
 _FORMS = {bool: "True or False", str: "a text", list: "a list of texts", dict: "an object of keys and values"}
 Options = TypeVar("Options")  # a dataclass of options
+_hints = cache(typing.get_type_hints)
 UNLIMITED = 2.0**62  # a number beyond it is no number that an option means; inf only where it is said
 
 
@@ -80,15 +81,16 @@ def check_options(options: Any) -> None:
     Raises:
         ConfigError: the message names the option, the value and what is allowed.
     """
+    hints = _hints(type(options))
     for field in dataclasses.fields(options):
         facts, value = field.metadata, plain(getattr(options, field.name))
         name = "/".join((field.name, *facts.get("aliases", ())))  # which of them was given, nobody knows
         vars(options)[field.name] = value = None if type(value) is int and value == facts.get("unset") else value
-        kind, optional = split_optional(_hints(type(options))[field.name])
+        kind, optional = split_optional(hints[field.name])
         if value is None and optional:
             continue
         got = repr(value) if field.repr else f"a {type(value).__name__}"
-        if choices := choices_of(_hints(type(options))[field.name]):
+        if choices := choices_of(hints[field.name]):
             if isinstance(value, bool) or not isinstance(value, str | int) or value not in choices:
                 raise ConfigError(f"{name} must be one of {', '.join(map(repr, choices))}, got {value!r}.")
         elif (form := typing.get_origin(kind) or kind) in _FORMS:
@@ -121,8 +123,3 @@ def check_number(
         bounds = [f"from {least:g} to {most:g}"]
     what = "an integer" if kind is int else "a number"
     raise ConfigError(f"{name} must be {', '.join([what, *bounds])}, got {value!r}.")
-
-
-@cache
-def _hints(options: type) -> dict[str, Any]:
-    return typing.get_type_hints(options)

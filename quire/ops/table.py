@@ -56,6 +56,4 @@ class Operation(Generic[P, R]):
         return self.reference(*args, **kwargs)
 
 
-def op(reference: Callable[P, R]) -> Operation[P, R]:
-    """The operation that `reference` is the meaning of."""
-    return Operation(reference)
+op = Operation  # that the function below it is the meaning of

@@ -19,7 +19,7 @@ from quire.text.conversation import Conversation
 from quire.text.files import NAMED_TOKENS, TokenizerConfig, read_tokenizer_config
 from quire.text.gguf import QWEN2_SPLIT, read_gguf_tokenizer, take_bytes
 from quire.text.renderer import Renderer
-from quire.text.streams import StreamFactory, TextStream, clean_up_spaces
+from quire.text.streams import StreamFactory, clean_up_spaces
 from quire.utils.logs import logger
 from quire.utils.values import number, token_ids
 
@@ -53,7 +53,7 @@ class Tokenizer:
         truncation_side: which of a text's tokens go where it is cut, by default: "right" or "left".
         vocab_size: tokens of the base vocabulary; `len(tokenizer)` counts the added ones too.
         model_max_length: the tokenizer's own idea of the context length, if it has one.
-        bytes_of: see `StreamFactory`.
+        bytes_of, new_stream: `StreamFactory`'s, of streams of the text that follows a prompt.
     """
 
     def __init__(self, backend: Backend, config: TokenizerConfig, name_or_path: str) -> None:
@@ -69,7 +69,7 @@ class Tokenizer:
         # Made for WordPiece, and harmful to BPE, which keeps its own spaces.
         self._clean_up = bool(config.settings.get("clean_up_tokenization_spaces")) and backend.model_type != "BPE"
         self._streams = StreamFactory(backend, self._clean_up)
-        self.bytes_of = self._streams.bytes_of
+        self.bytes_of, self.new_stream = self._streams.bytes_of, self._streams.new
         self._renderer = Renderer()
         self._texts: dict[bool, dict[int, str]] = {True: {}, False: {}}  # of single tokens; True: no special ones
         self.truncation_side: str = config.settings.get("truncation_side", "right")
@@ -200,12 +200,6 @@ class Tokenizer:
         if (text := texts.get(token_id)) is None:
             text = texts[token_id] = self.decode([token_id], skip_special_tokens)
         return text
-
-    def new_stream(
-        self, prompt_token_ids: Sequence[int], skip_special_tokens: bool, spaces_between_special_tokens: bool
-    ) -> TextStream:
-        """A stream of the text that follows a prompt; see `IncrementalDetokenizer`."""
-        return self._streams.new(prompt_token_ids, skip_special_tokens, spaces_between_special_tokens)
 
     @overload
     def convert_ids_to_tokens(self, ids: int, skip_special_tokens: bool = False) -> str | None: ...

@@ -40,7 +40,7 @@ HUGE = struct.pack("<Q", 2**60)
 BAD = {
     "entries": ([], [], {"num_entries": 2**60}, "'' of the metadata needs 4 bytes"),
     "tensors": ([], [], {"num_tensors": 2**60}, "tensor '' needs 4 bytes"),
-    "key": ([HUGE], [], {"num_entries": 1}, "text of 1152921504606846976 bytes"),
+    "key": ([HUGE], [], {"num_entries": 1}, "needs 1152921504606846976 bytes"),
     "value": ([entry("a", 8, HUGE)], [], {}, "'a' of the metadata"),
     "texts": ([entry("a", 9, struct.pack("<I", 8) + HUGE)], [], {}, "1152921504606846976 texts"),
     "numbers": ([entry("a", 9, struct.pack("<I", 4) + HUGE)], [], {}, "needs 4611686018427387904 bytes"),
