@@ -7,7 +7,7 @@ blocks; a windowed one takes them as it goes and frees those that no query to co
 from collections import Counter
 
 from quire.kvcache.pool import BlockPool
-from quire.kvcache.residency import Residency, ResidencyTimes
+from quire.kvcache.residency import ResidencyTimes
 from quire.kvcache.table import NEVER
 
 KEY_TILE = 64  # tokens; kernels read a window's keys from the beginning of such a tile
@@ -29,7 +29,7 @@ class KVGroup:
     """
 
     def __init__(self, num_blocks: int, block_size: int, window: int | None, times: ResidencyTimes | None) -> None:
-        self.pool = BlockPool(num_blocks, Residency(times) if times is not None else None)
+        self.pool = BlockPool(num_blocks, times)
         self.window, self.block_size = window, block_size
         self.pinned = Counter[int]()
 

@@ -7,7 +7,7 @@ and some 120 more once its content can be found. It must not know of sequences, 
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
 
-from quire.kvcache.residency import UNSAMPLED, Residency
+from quire.kvcache.residency import UNSAMPLED, Residency, ResidencyTimes
 
 _FREE, _CACHED, _OWNED = 0, 1, 2  # what `states` says of a block
 
@@ -25,8 +25,8 @@ class BlockPool:
         on_evicted: told of each block that `allocate` hands out although it held content, with the content's name.
     """
 
-    def __init__(self, num_blocks: int, residency: Residency | None = None) -> None:
-        """`residency` is told how long the contents of some blocks stay."""
+    def __init__(self, num_blocks: int, times: ResidencyTimes | None = None) -> None:
+        """`times`: where it is noted how long the contents of some blocks stay."""
         self.num_blocks = num_blocks
         self.num_shared = 0
         self.num_evicted = 0
@@ -36,7 +36,7 @@ class BlockPool:
         self._free = OrderedDict[int, None].fromkeys(range(num_blocks))
         self._states = bytearray(num_blocks)
         self.on_evicted: list[Callable[[tuple[int, bytes]], object]] = []
-        self._residency = residency
+        self._residency = Residency(times or ResidencyTimes())
 
     @property
     def num_free(self) -> int:
@@ -63,7 +63,7 @@ class BlockPool:
         elif count == 1:
             self.num_shared += 1
         self.ref_counts[block] = count + 1
-        if not block & UNSAMPLED and self._residency is not None:
+        if not block & UNSAMPLED:
             self._residency.on_used(block)
 
     def release(self, block: int) -> None:
@@ -77,7 +77,7 @@ class BlockPool:
             if not is_known:
                 self._free.move_to_end(block, False)
             self._states[block] = _CACHED if is_known else _FREE
-            if not block & UNSAMPLED and self._residency is not None:
+            if not block & UNSAMPLED:
                 self._residency.on_left(block)
 
     def release_all(self, blocks: Sequence[int]) -> None:
@@ -111,7 +111,7 @@ class BlockPool:
             self._free.move_to_end(held, False)
         self._block_of[block_hash] = block
         self._hashes[block] = block_hash
-        if not block & UNSAMPLED and self._residency is not None:
+        if not block & UNSAMPLED:
             self._residency.on_stored(block)
 
     def is_registered(self, block: int) -> bool:
@@ -131,8 +131,7 @@ class BlockPool:
         self._block_of.clear()
         self._hashes = [None] * self.num_blocks
         self._states = self._states.replace(bytes([_CACHED]), bytes([_FREE]))
-        if self._residency is not None:
-            self._residency.forget_all()
+        self._residency.forget_all()
 
     def states(self) -> bytes:
         """One byte a block: 0 free, 1 free but its content can be found, 2 owned."""
@@ -155,5 +154,5 @@ class BlockPool:
         self.num_evicted += 1
         for tell in self.on_evicted:
             tell((block, block_hash))
-        if not block & UNSAMPLED and self._residency is not None:
+        if not block & UNSAMPLED:
             self._residency.on_evicted(block)

@@ -1,14 +1,14 @@
 """How long contents stay, counted for the blocks that are sampled."""
 
 from quire.kvcache.pool import BlockPool
-from quire.kvcache.residency import Residency, ResidencyTimes
+from quire.kvcache.residency import ResidencyTimes
 
 A = b"a" * 32
 
 
 def test_times_from_storing_over_uses_to_eviction() -> None:
     times = ResidencyTimes()
-    pool = BlockPool(1, Residency(times))  # block 0 is one of the sampled ones
+    pool = BlockPool(1, times)  # block 0 is one of the sampled ones
     assert times.counts() == []
     times.now = 100.0
     (block,) = pool.allocate(1)
@@ -32,7 +32,7 @@ def test_times_from_storing_over_uses_to_eviction() -> None:
 
 def test_forgotten_contents_and_other_blocks_are_not_counted() -> None:
     times = ResidencyTimes()
-    pool = BlockPool(2, Residency(times))
+    pool = BlockPool(2, times)
     times.now = 1.0
     blocks = pool.allocate(2)
     pool.register(blocks[0], A)
