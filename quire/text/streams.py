@@ -123,7 +123,8 @@ class PieceStream:
 
     def __init__(self, table: _Table[_Piece], prompt_token_ids: Sequence[int], strip: str, first_mark: str) -> None:
         """`strip`: character dropped once from the very start of the text; `first_mark`: dropped in the first piece."""
-        self.num_unstable, self._table = 0, table
+        self.num_unstable = 0
+        self._table = table
         kept = (value for i in reversed(prompt_token_ids) if (value := table[i]) is not None)
         run: list[int] = []
         self._first_mark, self._strip = first_mark, strip
@@ -213,7 +214,8 @@ class WindowStream:
         """`joined`: id -> content of tokens that get no space between one another."""
         self._decode, self._skipped, self._joined = decode, skipped, joined
         self._ids = [i for i in prompt_token_ids[-4 * _CONTEXT :] if i not in skipped][-_CONTEXT:]
-        self._text, self._num_pending = decode(self._ids), 0
+        self._text = decode(self._ids)
+        self._num_pending = 0
 
     def push(self, token_id: int) -> tuple[int, str]:
         if token_id in self._skipped:
@@ -233,7 +235,8 @@ class WindowStream:
     def _advance(self, text: str) -> str:
         new = text[len(os.path.commonprefix((self._text, text))) :]
         self._ids = self._ids[-_CONTEXT:]
-        self._text, self._num_pending = self._decode(self._ids), 0
+        self._text = self._decode(self._ids)
+        self._num_pending = 0
         return new
 
 
@@ -241,7 +244,8 @@ class CleanupStream:
     """Another stream's text after `clean_up_spaces`, whose patterns may span tokens."""
 
     def __init__(self, inner: TextStream) -> None:
-        self.num_unstable, self._inner = 0, inner
+        self.num_unstable = 0
+        self._inner = inner
         self._raw = self._shown = ""  # text since the last place that no pattern can span, as it came and as shown
 
     def push(self, token_id: int) -> tuple[int, str]:

@@ -191,7 +191,8 @@ _TYPES = ("str", "int", "float", "bool", "none", "list", "dict")
 
 def _place(location: Sequence[str | int]) -> str | None:
     """Where an error is, as `messages[0].role`; the names that pydantic gives a union's branches are left out."""
-    place, keys = "", location[1:] if location and location[0] in _SOURCES else location
+    keys = location[1:] if location and location[0] in _SOURCES else location
+    place = ""
     for key in keys:
         if isinstance(key, int):
             place += f"[{key}]"

@@ -153,7 +153,8 @@ class Server(uvicorn.Server):
         config.load()
         config.ssl = context
         super().__init__(config)
-        self._state, self._stopping, self._hurried = state, asyncio.Event(), asyncio.Event()
+        self._state = state
+        self._stopping, self._hurried = asyncio.Event(), asyncio.Event()
         self.death: EngineDeadError | None = None
 
     @contextlib.contextmanager

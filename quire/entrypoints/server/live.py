@@ -32,7 +32,9 @@ class LiveFeed:
 
     def __init__(self, llm: AsyncLLM, metrics: ServingMetrics) -> None:
         self._llm, self._metrics = llm, metrics
-        self._num_viewers, self._newest, self._ended = 0, b"", False
+        self._num_viewers = 0
+        self._newest = b""
+        self._ended = False
         self._task: asyncio.Task[None] | None = None
         self._changed = asyncio.Event()
 

@@ -68,7 +68,8 @@ async def read_chat(
     head = (f"chatcmpl-{request_id}", int(time.time()), model)
     role = args.response_role if _opens_turn(body) else body.messages[-1].role
     writer = ChatWriter(body, head, turn, role, body.shows_token_ids(args.return_tokens_as_token_ids))
-    writer.tokenizer, names = state.llm.tokenizer, names_of(body) | parsing.names
+    writer.tokenizer = state.llm.tokenizer
+    names = names_of(body) | parsing.names
     return TurnRequest(request_id, [prompt], params, terms_of(body, state.llm), adapter, names, refusal), writer
 
 
@@ -128,8 +129,10 @@ class ChatWriter:
     tokenizer: Tokenizer | None = None  # for logprobs
 
     def __init__(self, body: ChatCompletionRequest, head: Head, turn: Turn, role: str, as_ids: bool) -> None:
-        self.turn, self.ends_with_usage = turn, body.wants_final_usage
-        self._body, self._head, self._role, self._as_ids = body, head, role, as_ids
+        self.turn = turn
+        self.ends_with_usage = body.wants_final_usage
+        self._body, self._head = body, head
+        self._role, self._as_ids = role, as_ids
         self._running_usage, self.shows_thoughts = body.wants_running_usage, body.include_reasoning is not False
         last = body.messages[-1]
         self._echo = content_text(last.content) if body.echo and last.role == self._role else ""

@@ -76,8 +76,11 @@ class CompletionWriter:
     def __init__(
         self, body: CompletionRequest, head: Head, turn: Turn, logprobs: "_LogprobWriter | None", echoes: list[str]
     ) -> None:
-        self.turn, self.ends_with_usage, self.opens_large = turn, body.wants_final_usage, False
-        self._body, self._head, self._running_usage = body, head, body.wants_running_usage
+        self.turn = turn
+        self.ends_with_usage = body.wants_final_usage
+        self.opens_large = False
+        self._body, self._head = body, head
+        self._running_usage = body.wants_running_usage
         self._logprobs, self._echoes = logprobs, echoes
         self._offsets: dict[int, int] = {}  # choice -> characters of its text before the next token
         # Once for all choices of a prompt.

@@ -120,7 +120,8 @@ class ArgumentWriter:
     """Starts a call, and sends its arguments one by one as a JSON object."""
 
     def __init__(self, read: Reader, function: str) -> None:
-        self._read, self._num = read, 0
+        self._read = read
+        self._num = 0
         self._types = types_of(read.functions.get(function))
         read.start(function)
 

@@ -34,7 +34,9 @@ class JsonScanner:
     """
 
     def __init__(self) -> None:
-        self.done, self.taken, self._copied, self._text = False, 0, 0, ""
+        self.done = False
+        self.taken = self._copied = 0
+        self._text = ""
         self._written: list[str] = []  # of this piece, before `_copied`
         self._run = self._whole()
 

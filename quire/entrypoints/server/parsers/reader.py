@@ -38,7 +38,8 @@ class Reader:
     def __init__(self, offer: base.Offer, new_id: Callable[[], str]) -> None:
         """`new_id` makes an id for a call."""
         self.offer, self.new_id = offer, new_id
-        self.num_calls, self.functions = 0, {function.name: function for function in offer.functions}
+        self.functions = {function.name: function for function in offer.functions}
+        self.num_calls = 0
         self._events: list[base.ContentEvent] = []
         self._text, self._at = "", 0
         self._closed = self._cut = False
