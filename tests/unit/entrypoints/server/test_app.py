@@ -83,6 +83,12 @@ def test_millions_of_lists_are_refused_unread() -> None:
     assert len(decode_object(b'{"a": [' + b"[]," * 900_000 + b"1]}")["a"]) == 900_001
 
 
+def test_a_million_names_are_refused_before_they_are_looked_at() -> None:
+    with pytest.raises(InvalidRequestError, match="more than 10000 names"):
+        decode_object(json.dumps(dict.fromkeys(map(str, range(10_001)))).encode())
+    assert len(decode_object(json.dumps(dict.fromkeys(map(str, range(10_000)))).encode())) == 10_000
+
+
 def test_a_byte_order_mark_is_no_part_of_a_body(client: TestClient) -> None:
     """`curl -d @body.json` sends what an editor wrote; json.loads, by which vLLM reads it, takes it."""
     assert client.post("/tokenize", content=b'\xef\xbb\xbf{"prompt": "x"}', headers=JSON).status_code == 200
