@@ -22,11 +22,11 @@ WORKERS ?= $(shell n=$$(nproc 2>/dev/null || echo 2); n=$$((n + n / 2)); echo $$
 PYTEST := $(PY) -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder
 
 # Threads that wait for each other asleep, not spinning: on a busy machine small models run ten times faster for it.
-demo test test-amx test-arm test-asan test-clients test-ray test-nightly check: export OMP_WAIT_POLICY := PASSIVE
+demo test test-levels test-arm test-asan test-clients test-ray test-nightly check: export OMP_WAIT_POLICY := PASSIVE
 # Else each process of theirs, and every server that a test starts, compiles all modules anew.
-test test-amx test-arm test-asan test-clients test-ray test-nightly check: export PYTHONDONTWRITEBYTECODE :=
+test test-levels test-arm test-asan test-clients test-ray test-nightly check: export PYTHONDONTWRITEBYTECODE :=
 
-.PHONY: demo test test-amx test-arm test-asan test-clients test-ray test-nightly check native format bench clean help
+.PHONY: demo test test-levels test-arm test-asan test-clients test-ray test-nightly check native format bench clean help
 .DELETE_ON_ERROR:
 
 help:
@@ -35,7 +35,7 @@ help:
 	@echo "make check         lint, types, import contracts, size gate and the quick tests"
 	@echo "make native        build the C++ kernels anew, and show what is wrong with them"
 	@echo "make test-asan     the kernels' tests under GCC's address and undefined-behaviour sanitizers"
-	@echo "make test-amx      the tests of the AMX kernels on a CPU without AMX, by emulated tiles"
+	@echo "make test-levels   the tests of the AMX and AVX-512 kernels on a CPU without them, emulated in plain C++"
 	@echo "make test-arm      the kernels of 64-bit Arm, cross-compiled and emulated, against each other (g++-aarch64-linux-gnu, qemu-user)"
 	@echo "make test-clients  real clients against a real server, each in an environment of its own (downloads them)"
 	@echo "make test-ray      the tests of workers on a Ray cluster, of two nodes too (installs Ray)"
@@ -83,10 +83,14 @@ test-asan: .venv/dev.stamp build/asan/build.ninja
 	    QUIRE_NATIVE_LIBRARY=$(CURDIR)/build/asan/_kernels.so $(PYTEST) --capture=sys \
 	    tests/unit/*/test_native*.py tests/unit/attention/test_trees.py tests/engine/test_draft_rounds.py
 
-# The level that this CPU may lack, by tiles in plain C++; it needs AVX-512 all the same.
-test-amx: .venv/dev.stamp build/emulated/build.ninja
+# The levels that this CPU may lack, in plain C++: AMX's tiles where the rest of that level is there, or all of AVX-512, too.
+HAS_AVX512 = $(shell grep -qm1 avx512_bf16 /proc/cpuinfo 2>/dev/null && echo yes)
+EMULATED = $(if $(HAS_AVX512),-DQUIRE_EMULATE_AMX=ON,-DQUIRE_EMULATE_AVX512=ON -DQUIRE_OPTIMIZE=-O1)
+# What emulated instructions take says nothing of the CPU's: QUIRE_FLOATS says which to use.
+test-levels: .venv/dev.stamp build/emulated/build.ninja
 	@$(WITH_CMAKE) cmake --build build/emulated
-	@QUIRE_NATIVE_LIBRARY=$(CURDIR)/build/emulated/_kernels.so $(PY) -m pytest -k amx tests/unit/ops tests/unit/attention
+	@QUIRE_NATIVE_LIBRARY=$(CURDIR)/build/emulated/_kernels.so QUIRE_FLOATS=0 $(PYTEST) \
+	    -k "amx$(if $(HAS_AVX512),, or avx512)" -m "slow or not slow" tests/unit/ops tests/unit/attention
 
 # Also part of make test, where the cross compiler and the emulator are there.
 test-arm: .venv/dev.stamp
@@ -148,4 +152,4 @@ build/%/build.ninja: | .venv/bin/python
 	@{ command -v cmake && command -v ninja; } >/dev/null || $(PIP_INSTALL) cmake ninja
 	@rm -rf build/$*
 	@$(WITH_CMAKE) cmake -S . -B build/$* -G Ninja $(if $(filter asan,$*),-DQUIRE_ASAN=ON) \
-	    $(if $(filter emulated,$*),-DQUIRE_EMULATE_AMX=ON)
+	    $(if $(filter emulated,$*),$(EMULATED))

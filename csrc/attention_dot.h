@@ -430,7 +430,12 @@ struct ColumnPairs {
     QUIRE_INLINE ColumnPairs(const LookedUp* even, const LookedUp* odd) {
         static constexpr Alternating alternating;
         __m512i codes = two_halves(even, odd);
-        asm("vpermb %0, %1, %0" : "+v"(codes) : "v"(_mm512_load_si512(alternating.bytes)));
+        const __m512i order = _mm512_load_si512(alternating.bytes);
+#if defined(QUIRE_EMULATE_AVX512)
+        codes = _mm512_permutexvar_epi8(order, codes);
+#else
+        asm("vpermb %0, %1, %0" : "+v"(codes) : "v"(order));
+#endif
         const __m512i magnitudes = _mm512_abs_epi8(codes), lows = bytes_of(magnitudes, kI8Tables.low);
         const __m512i highs = _mm512_ternarylogic_epi32(bytes_of(magnitudes, kI8Tables.high), codes, _mm512_set1_epi8(char(0x80)), 0xf8);  // with the codes' signs
         low = _mm512_unpacklo_epi8(lows, highs), high = _mm512_unpackhi_epi8(lows, highs);

@@ -59,13 +59,17 @@ std::vector<const Kernels*> supported_levels() {
     std::vector<const Kernels*> found;
 #if defined(__x86_64__)
     __builtin_cpu_init();
-    bool avx512 = __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
+#if defined(QUIRE_EMULATE_AVX512)
+    const bool avx512 = true;
+    [[maybe_unused]] const bool pairs = true, bytes = true;
+#else
+    const bool avx512 = __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
                   __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512vnni") &&
                   __builtin_cpu_supports("fma") && has_f16c();  // without VNNI, pairs of integers in 256 bits are faster than floats in 512
-    [[maybe_unused]] const bool pairs = avx512 && __builtin_cpu_supports("avx512bf16");
+    [[maybe_unused]] const bool pairs = avx512 && __builtin_cpu_supports("avx512bf16"), bytes = __builtin_cpu_supports("avx512vbmi");
+#endif
 #if defined(QUIRE_HAVE_AMX)
-    if (pairs && __builtin_cpu_supports("avx512vbmi") && amx_granted())
-        found.push_back(&kAmxKernels);
+    if (pairs && bytes && amx_granted()) found.push_back(&kAmxKernels);
 #endif
 #if defined(QUIRE_HAVE_AVX512_BF16)
     if (pairs) found.push_back(&kAvx512Bf16Kernels);

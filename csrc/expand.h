@@ -28,7 +28,9 @@ constexpr I8Tables kI8Tables;
 
 // Whether bytes can be looked up by a level that is made for CPUs that can't, too (Cooper Lake).
 inline bool looks_up_bytes() {
-#if defined(__clang__)  // whose assembler wants it said for a whole function
+#if defined(QUIRE_EMULATE_AVX512)
+    return true;
+#elif defined(__clang__)  // whose assembler wants it said for a whole function
     return false;
 #else
     static const bool has = __builtin_cpu_supports("avx512vbmi");
@@ -38,7 +40,7 @@ inline bool looks_up_bytes() {
 // Each byte's lowest seven bits -> a byte of `low` or `high`, 64 bytes each.
 QUIRE_INLINE __m512i bytes_of(__m512i indices, const uint8_t* table) {
     const __m512i low = _mm512_load_si512(table), high = _mm512_load_si512(table + 64);
-#if defined(__AVX512VBMI__)
+#if defined(__AVX512VBMI__) || defined(QUIRE_EMULATE_AVX512)
     return _mm512_permutex2var_epi8(low, indices, high);
 #else
     asm("vpermi2b %2, %1, %0" : "+v"(indices) : "v"(low), "v"(high));

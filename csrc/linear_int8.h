@@ -271,7 +271,9 @@ inline void int_pair(const uint8_t* const (&weights)[2], int64_t num_tiles, cons
 #pragma GCC unroll 12
             for (int m = 0; m < kRows; m++) {
                 __m512i four = _mm512_set1_epi32(four_of(x, q * kRows + m));
+#if !defined(QUIRE_EMULATE_AVX512)
                 asm("" : "+v"(four));  // in a register: a load for each product is more than the CPU does
+#endif
                 for (int b = 0; b < 2; b++) acc[b][m] = _mm512_dpbusd_epi32(acc[b][m], w[b], four);
             }
         }

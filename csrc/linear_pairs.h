@@ -241,7 +241,13 @@ QUIRE_INLINE Words less(Words words, int word) { return _mm512_sub_epi16(words, 
 QUIRE_INLINE Words look_up(__m128i table, Words words) { return _mm512_shuffle_epi8(_mm512_broadcast_i32x4(table), words); }
 // In this register: left to GCC, sums move about, and through memory. Likewise below, and in this order: all products would come before all sums.
 template <bool, bool>
-QUIRE_INLINE void add_products(Words& sum, Words weights, Words x) { asm("vpdpwssd %2, %1, %0" : "+v"(sum) : "v"(weights), "v"(x)); }
+QUIRE_INLINE void add_products(Words& sum, Words weights, Words x) {
+#if defined(QUIRE_EMULATE_AVX512)
+    sum = _mm512_dpwssd_epi32(sum, weights, x);
+#else
+    asm("vpdpwssd %2, %1, %0" : "+v"(sum) : "v"(weights), "v"(x));
+#endif
+}
 #else
 using Words = __m256i;
 constexpr bool multiplies_pairs(Type type) { return weight_format(type).has_pairs; }

@@ -190,7 +190,7 @@ QUIRE_INLINE __m512i two_halves(const void* low, const void* high) {
 // Where two of its choices would round differently, the same value could come out differently in two places.
 template <class V>
 inline V plain(V x) {
-#if defined(__x86_64__)
+#if defined(__x86_64__) && !defined(QUIRE_EMULATE_AVX512)
     asm("" : "+x"(x));
 #elif defined(__aarch64__)
     asm("" : "+w"(x));

@@ -1,5 +1,6 @@
-"""The levels of kernels against each other, by a program in C++: on this CPU and on emulated ones of 64-bit Arm."""
+"""The levels of kernels against each other, by a program in C++: on this CPU, and on emulated ones of both kinds."""
 
+import platform
 import shutil
 import subprocess
 import sys
@@ -23,8 +24,8 @@ def found(*names: str) -> list[str]:
     return [path for path in paths if path]
 
 
-def run(*command: str | Path) -> str:
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=600)
+def run(*command: str | Path, timeout: float = 600) -> str:
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=timeout)
     assert not done.returncode, f"{command}\n{done.stdout[-4000:]}\n{done.stderr[-4000:]}"
     return done.stdout
 
@@ -49,6 +50,17 @@ def test_levels_of_this_machine(tmp_path: Path) -> None:
         pytest.skip("no compiled kernels")
     (compiler,) = found("c++")
     assert compared(run(driver(compiler, tmp_path), library_path())) == names
+
+
+@pytest.mark.nightly  # it takes minutes to build, once; `make test-levels` runs all tests of these levels
+@pytest.mark.skipif(platform.machine() not in ("x86_64", "AMD64"), reason="emulated by vectors of AVX2")
+def test_emulated_levels(tmp_path: Path) -> None:
+    make, cmake, _, compiler = found("make", "cmake", "ninja", "c++")
+    directory = ROOT / "build/emulated"
+    run(make, f"PYTHON={sys.executable}", "build/emulated/build.ninja")
+    run(cmake, "--build", directory, timeout=3600)
+    names = compared(run(driver(compiler, tmp_path), directory / "_kernels.so"))
+    assert names == ["amx", "avx512_bf16", "avx512_vnni", "avx2", "portable"]
 
 
 @pytest.fixture(scope="module")
