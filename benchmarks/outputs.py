@@ -14,7 +14,6 @@ from quire.config.engine_args import EngineArgs
 from quire.engine.input_processor import InputProcessor
 from quire.engine.output_processor import OutputProcessor
 from quire.engine.terms import NO_TERMS
-from quire.engine.tokenizer import config_tokenizer
 from quire.entrypoints.server.chat_request import ChatCompletionRequest
 from quire.entrypoints.server.dialects.chat import ChatWriter
 from quire.entrypoints.server.responses import encode
@@ -23,6 +22,7 @@ from quire.entrypoints.server.turn import Turn
 from quire.inputs import TokensPrompt
 from quire.protocol.step import SequenceOutput
 from quire.sampling_params import RequestOutputKind, SamplingParams
+from quire.text.configured import config_tokenizer
 
 NUM_STEPS = 200
 

@@ -22,7 +22,6 @@ from quire.engine.monitor import Monitor
 from quire.engine.observer import Observer
 from quire.engine.output_processor import OutputProcessor, RequestRecord
 from quire.engine.output_stream import OutputStream
-from quire.engine.tokenizer import Tokenizer, config_tokenizer
 from quire.errors import EngineDeadError, InvalidRequestError, RequestFailedError, require
 from quire.inputs import PreparedPrompt, PromptType
 from quire.lora.request import AdapterRequest, PromptAdapterRequest, one_adapter
@@ -35,6 +34,7 @@ from quire.protocol.stats import EngineSnapshot, EngineStats, Limits
 from quire.protocol.step import SequenceOutput
 from quire.sampling_params import BeamSearchParams, RequestOutputKind, SamplingParams
 from quire.scheduler.live_limits import limits_of
+from quire.text.configured import Tokenizer, config_tokenizer
 from quire.utils.logs import quoted
 from quire.utils.values import strings
 

@@ -13,7 +13,6 @@ from quire.config.engine_args import EngineConfig
 from quire.config.families import built_family
 from quire.config.worker import WorkerConfig
 from quire.engine.core import EngineCore
-from quire.engine.tokenizer import config_tokenizer
 from quire.errors import ConfigError
 from quire.executor.base import Executor
 from quire.executor.select import select_executor
@@ -23,6 +22,7 @@ from quire.protocol.cache import CacheLayout
 from quire.protocol.worker import WorkerReport
 from quire.scheduler.scheduler import Scheduler
 from quire.structured.manager import GrammarManager
+from quire.text.configured import config_tokenizer
 from quire.text.grammars.compiler import Vocabulary
 from quire.utils.logs import logger
 

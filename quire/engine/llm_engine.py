@@ -16,7 +16,6 @@ from quire.engine.core import Core, EngineCore
 from quire.engine.input_processor import InputProcessor, ProcessedInput
 from quire.engine.output_processor import OutputProcessor
 from quire.engine.terms import NO_TERMS
-from quire.engine.tokenizer import config_tokenizer
 from quire.errors import ConfigError, NotYetSupportedError, require
 from quire.executor.inprocess import InProcessExecutor
 from quire.inputs import PreparedPrompt, PromptType
@@ -27,6 +26,7 @@ from quire.protocol.stats import EngineStats, Limits
 from quire.protocol.step import SequenceOutput
 from quire.sampling_params import SamplingParams
 from quire.scheduler.limits import check_is_new
+from quire.text.configured import config_tokenizer
 from quire.text.tokenizer import Tokenizer
 from quire.utils.values import strings
 

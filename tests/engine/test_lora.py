@@ -18,12 +18,12 @@ from quire import LLM, AsyncLLM, AsyncOptions, LLMEngine, SamplingParams
 from quire.config.engine_args import EngineArgs
 from quire.engine.build import build_core, worker_config
 from quire.engine.core import EngineCore
-from quire.engine.tokenizer import config_tokenizer
 from quire.errors import ConfigError, InvalidRequestError
 from quire.lora.request import LoRARequest
 from quire.ops.native.library import TORCH, levels
 from quire.ops.native.program import Program
 from quire.outputs import RequestOutput
+from quire.text.configured import config_tokenizer
 
 DEMO_MODEL = Path(quire.__file__).parent / "demo"
 ASKED = SamplingParams(max_tokens=8, temperature=0.0, logprobs=2, prompt_logprobs=1)

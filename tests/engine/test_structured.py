@@ -18,12 +18,12 @@ from test_exactness import LateExecutor
 from quire import LLM, AsyncLLM, AsyncOptions, EngineArgs, SamplingParams
 from quire.engine.build import build_core, worker_config
 from quire.engine.llm_engine import LLMEngine
-from quire.engine.tokenizer import config_tokenizer
 from quire.errors import InvalidRequestError
 from quire.executor.inprocess import InProcessExecutor
 from quire.protocol.step import StepPlan
 from quire.scheduler.outcomes import MANY_GUIDED
 from quire.structured_outputs import StructuredOutputsParams
+from quire.text.configured import config_tokenizer
 from quire.utils.hub import resolve_model_path
 
 PROMPTS = ["Once upon a time", "The captain said", "It was", "She had never seen such a thing, and"]

@@ -24,7 +24,7 @@ from test_structured import PROMPTS, engine
 
 from quire import SamplingParams
 from quire.engine.llm_engine import LLMEngine
-from quire.engine.tokenizer import config_tokenizer
+from quire.text.configured import config_tokenizer
 
 NIGHTLY = os.environ.get("QUIRE_NIGHTLY") == "1"
 NUM_MADE, NUM_SHIPPED = (300, 1000) if NIGHTLY else (24, 4)

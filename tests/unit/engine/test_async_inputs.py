@@ -13,10 +13,10 @@ from loras import DEMO, factors, write_adapter
 from quire import EngineArgs
 from quire.engine import adapters
 from quire.engine.async_inputs import AsyncInputs
-from quire.engine.tokenizer import config_tokenizer
 from quire.errors import InvalidRequestError
 from quire.lora.request import LoRARequest
 from quire.sampling_params import SamplingParams
+from quire.text.configured import config_tokenizer
 
 MESSAGES = [{"role": "user", "content": "Hi"}]
 CONFIG = EngineArgs(model="demo").resolve()

@@ -8,7 +8,6 @@ import pytest
 
 from quire.config.engine_args import EngineArgs
 from quire.engine.async_llm import AsyncLLM, AsyncOptions
-from quire.engine.tokenizer import config_tokenizer
 from quire.errors import InvalidRequestError, RequestFailedError
 from quire.outputs import RequestOutput
 from quire.protocol.core import Add, News, Ready
@@ -16,6 +15,7 @@ from quire.protocol.requests import Terms
 from quire.protocol.stats import EngineStats
 from quire.protocol.step import Failure, FailureKind, SequenceOutput
 from quire.sampling_params import RequestOutputKind, SamplingParams
+from quire.text.configured import config_tokenizer
 
 KINDS = [RequestOutputKind.DELTA, RequestOutputKind.CUMULATIVE]
 FAILURES = {

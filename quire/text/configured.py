@@ -1,7 +1,7 @@
 """Which tokenizer an engine uses: the one that its configuration names.
 
 `LLMEngine` and `AsyncLLM` ask while the model loads. It knows options and paths; what a tokenizer does is
-`quire.text`'s.
+`quire.text.tokenizer`'s.
 """
 
 from quire.config.engine_args import EngineConfig

@@ -5,8 +5,8 @@ from pathlib import Path
 import pytest
 
 from quire.config.engine_args import EngineArgs
-from quire.engine.tokenizer import config_tokenizer
 from quire.errors import ModelLoadError
+from quire.text.configured import config_tokenizer
 
 
 @pytest.mark.parametrize("name", ["/nowhere", "no hub id"])
