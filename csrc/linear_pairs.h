@@ -27,13 +27,12 @@ namespace quire::QUIRE_NS {
 constexpr int kParts = 1;                    // vectors that a block's sixteen rows of two columns take
 constexpr int kPairedRows = 12;              // rows of x in a panel, and of a register tile
 constexpr int kFewPaired = 12;               // that meet weights as they are expanded; more meet panels of integers
-constexpr int kMostTiles = 1;                // whose columns of x share a unit, where weights allow it: of two, fill_lanes would need all registers
 #else
 constexpr int kParts = 2;
 constexpr int kPairedRows = 6;
 constexpr int kFewPaired = 4;                // twice as many do so in turn, where panels take longer
-constexpr int kMostTiles = kSharedTiles;
 #endif
+constexpr int kMostTiles = kSharedTiles;     // whose columns of x share a unit, where weights allow it
 constexpr int kPanelVectors = 2;             // of two columns: those of a block, or of two
 constexpr int kPanelBlocks = kPanelVectors / kParts;
 constexpr int64_t kPairSums = 32;            // of a row and a pair of blocks, next to each other
@@ -133,34 +132,45 @@ QUIRE_ONE_COPY inline float to_integers(const float* x, int count, int16_t* numb
 }
 
 #if defined(__AVX512VNNI__)
-// A tile's columns of all rows of a panel at once, each in a lane: bit for bit as below. Returns the lanes that are not all numbers.
-QUIRE_ONE_COPY inline uint32_t fill_lanes(const bf16* x, int64_t stride, int64_t num_rows, uint32_t present, int groups, int zero, int width, int32_t* codes, float* unit) {
-    __m512 rows[16];
-#pragma GCC unroll 16
-    for (int m = 0; m < 16; m++) rows[m] = (__m512)_mm512_maskz_loadu_epi16(m < num_rows ? present : 0, x + m * stride);
-    transpose16(rows);
+// The columns of kShared tiles from `tile` on, of all rows of a panel at once, each in a lane: bit for bit as below. Returns the lanes that are not
+// all numbers.
+template <int kShared>
+QUIRE_ONE_COPY uint32_t fill_lanes(const LinearArgs& a, const bf16* x, int64_t panel, int64_t tile, int groups, int zero, const PairedRows& out) {
+    const int64_t num_rows = out.rows_of(panel).count;
+    __m512 columns[kShared][16];  // in registers, of one
     __m512i most = _mm512_setzero_si512();
+    for (int u = 0; u < kShared; u++) {
+        const int64_t left = a.weight.cols - (tile + u) * 32;
+        const uint32_t present = left >= 32 ? ~0u : left > 0 ? (1u << left) - 1 : 0;  // rows may have tiles beyond their columns
 #pragma GCC unroll 16
-    for (int p = 0; p < 16; p++) most = _mm512_max_epi16(most, _mm512_and_si512((__m512i)rows[p], _mm512_set1_epi16(0x7fff)));
+        for (int m = 0; m < 16; m++) columns[u][m] = (__m512)_mm512_maskz_loadu_epi16(m < num_rows ? present : 0, x + m * a.x_stride + (tile + u) * 32);
+        transpose16(columns[u]);
+#pragma GCC unroll 16
+        for (int p = 0; p < 16; p++) most = _mm512_max_epi16(most, _mm512_and_si512((__m512i)columns[u][p], _mm512_set1_epi16(0x7fff)));
+    }
     most = _mm512_max_epi32(_mm512_srli_epi32(most, 16), _mm512_and_si512(most, _mm512_set1_epi32(0xffff)));
     const vi exponent = (vi)_mm512_srli_epi32(most, 7), normal = exponent < kRowBits ? vi{} + kRowBits : exponent;
     const __m512 factor = (__m512)((253 + kRowBits - normal) << 23), counted_in = (__m512)((normal - (kRowBits - 1)) << 23);
-    const __mmask16 places = __mmask16((1 << width) - 1);
-    __m512i sums[2] = {};
+    const __mmask16 places = __mmask16((1 << out.width) - 1);
+    for (int u = 0; u < kShared && tile + u < out.num_tiles; u++) {
+        int32_t* codes = out.columns(panel, tile + u);
+        float* unit = out.unit(panel, tile + u);
+        __m512i sums[2] = {};
 #pragma GCC unroll 16
-    for (int p = 0; p < 16; p++) {
-        const __m512i pairs = (__m512i)rows[p];
-        const __m512i even = _mm512_cvtps_epi32(_mm512_mul_ps((__m512)_mm512_slli_epi32(pairs, 16), factor));
-        const __m512i odd = _mm512_cvtps_epi32(_mm512_mul_ps((__m512)_mm512_and_si512(pairs, _mm512_set1_epi32(int(0xffff0000))), factor));
-        const __m512i integers = _mm512_mask_blend_epi16(0xaaaaaaaa, even, _mm512_slli_epi32(odd, 16));
-        _mm512_mask_storeu_epi32(codes + p * width, places, integers);
-        sums[p / 8] = _mm512_dpwssd_epi32(sums[p / 8], integers, _mm512_set1_epi16(1));
-    }
-    _mm512_mask_storeu_ps(unit, places, counted_in);
-    if (groups == 1) sums[0] = _mm512_add_epi32(sums[0], sums[1]);
-    for (int group = 0; group < groups; group++) {
-        const __m512i less = _mm512_mullo_epi32(sums[group], _mm512_set1_epi32(-zero));
-        _mm512_mask_storeu_ps(unit + (1 + group) * width, places, zero ? (__m512)less : _mm512_mul_ps(_mm512_cvtepi32_ps(sums[group]), counted_in));
+        for (int p = 0; p < 16; p++) {
+            const __m512i pairs = (__m512i)columns[u][p];
+            const __m512i even = _mm512_cvtps_epi32(_mm512_mul_ps((__m512)_mm512_slli_epi32(pairs, 16), factor));
+            const __m512i odd = _mm512_cvtps_epi32(_mm512_mul_ps((__m512)_mm512_and_si512(pairs, _mm512_set1_epi32(int(0xffff0000))), factor));
+            const __m512i integers = _mm512_mask_blend_epi16(0xaaaaaaaa, even, _mm512_slli_epi32(odd, 16));
+            _mm512_mask_storeu_epi32(codes + p * out.width, places, integers);
+            sums[p / 8] = _mm512_dpwssd_epi32(sums[p / 8], integers, _mm512_set1_epi16(1));
+        }
+        _mm512_mask_storeu_ps(unit, places, counted_in);
+        if (groups == 1) sums[0] = _mm512_add_epi32(sums[0], sums[1]);
+        for (int group = 0; group < groups; group++) {
+            const __m512i less = _mm512_mullo_epi32(sums[group], _mm512_set1_epi32(-zero));
+            _mm512_mask_storeu_ps(unit + (1 + group) * out.width, places, zero ? (__m512)less : _mm512_mul_ps(_mm512_cvtepi32_ps(sums[group]), counted_in));
+        }
     }
     return _mm512_cmpeq_epi32_mask((__m512i)exponent, _mm512_set1_epi32(255));
 }
@@ -190,12 +200,9 @@ inline void fill_panel(const LinearArgs& a, int64_t panel, int shared, int group
         }
     };
 #if defined(__AVX512VNNI__)
-    for (int64_t t = 0; t < out.num_tiles && rows.count > 3; t++) {  // fewer take less one by one
-        const int64_t left = a.weight.cols - t * 32;
-        const uint32_t present = left >= 32 ? ~0u : left > 0 ? (1u << left) - 1 : 0;  // rows may have tiles beyond their columns
-        for (uint32_t broken = fill_lanes(first + t * 32, a.x_stride, rows.count, present, groups, zero, out.width, out.columns(panel, t), out.unit(panel, t)); broken; broken &= broken - 1)
-            fill(__builtin_ctz(broken), t, 0);
-    }
+    const auto fill_all = shared == 1 ? fill_lanes<1> : fill_lanes<kMostTiles>;
+    for (int64_t t = 0; t < out.num_tiles && rows.count > 3; t += shared)  // fewer take less one by one
+        for (uint32_t broken = fill_all(a, first, panel, t, groups, zero, out); broken; broken &= broken - 1) fill(__builtin_ctz(broken), t, 0);
     if (rows.count > 3) return;
 #endif
     for (int64_t place = 0; place < rows.count; place++) {

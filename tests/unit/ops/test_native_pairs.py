@@ -56,9 +56,9 @@ def of_integers(level: str, request: pytest.FixtureRequest) -> None:
         pytest.skip(f"{level} multiplies them as they are")
 
 
-def expected(x: Tensor, values: Tensor, type: Type, level: str) -> Tensor:
+def expected(x: Tensor, values: Tensor, type: Type) -> Tensor:
     """x @ values.T in float64 as the integers give it."""
-    columns = 64 if level == "avx2" and type in (Type.BF16_INTS, Type.I8) else 32
+    columns = 64 if type in (Type.BF16_INTS, Type.I8) else 32
     return (as_multiplied(x, type).double() if type in IN_BYTES else as_integers(x, 14, columns)) @ values.double().t()
 
 
@@ -190,7 +190,7 @@ class TestProducts:
         whole = product(x)
         # Codes and shifts are summed apart where there are shifts.
         error = product_error(x, values) + x.double().abs().sum(1, keepdim=True) * values.abs().amax() * 2.0**-20
-        assert_near(whole, expected(x, values, matrix.type, level), error)
+        assert_near(whole, expected(x, values, matrix.type), error)
         for rows in ROWS:
             start = (rows * 13) % (MAX_ROWS - rows + 1)  # another place each time
             assert torch.equal(product(x[start : start + rows]), whole[start : start + rows]), rows
