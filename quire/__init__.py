@@ -17,7 +17,7 @@ _NAMES = {
     "quire.structured_outputs": ("StructuredOutputsParams", "GuidedDecodingParams"),
     "quire.outputs": (
         *("RequestOutput", "CompletionOutput", "Logprob", "BeamSearchOutput", "BeamSearchSequence", "EmbeddingOutput"),
-        *("EmbeddingRequestOutput", "PoolingOutput", "PoolingRequestOutput"),
+        *("EmbeddingRequestOutput", "PoolingOutput", "PoolingRequestOutput", "ScoringOutput", "ScoringRequestOutput"),
     ),
     "quire.pooling_params": ("PoolingParams",),
     "quire.lora.request": ("LoRARequest", "PromptAdapterRequest"),

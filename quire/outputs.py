@@ -142,6 +142,18 @@ class EmbeddingRequestOutput(PoolingRequestOutput):
 
 
 @dataclass(slots=True)
+class ScoringOutput:
+    """How well two texts go together."""
+
+    score: float
+
+
+@dataclass(slots=True)
+class ScoringRequestOutput(PoolingRequestOutput):
+    """The same; `outputs` is a ScoringOutput, and the prompt that of both texts."""
+
+
+@dataclass(slots=True)
 class BeamSearchSequence:
     """One of the outputs of a beam search."""
 

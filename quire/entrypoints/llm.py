@@ -11,6 +11,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any, Literal
 
+from msgspec import structs
 from safetensors.torch import save_file
 from torch import Tensor, tensor
 
@@ -18,6 +19,7 @@ from quire.config.model import ModelConfig
 from quire.entrypoints.as_vllm import EngineArgs, LLMEngine, Metrics, as_vllms
 from quire.entrypoints.batches import Batches, beams_of, of_prompt
 from quire.entrypoints.not_yet import engine_args
+from quire.entrypoints.scoring import cosines, read_pairs
 from quire.entrypoints.vllm_names import lacking
 from quire.errors import InvalidRequestError, NotYetSupportedError, RequestFailedError, broken, require
 from quire.executor.inprocess import InProcessExecutor
@@ -30,6 +32,8 @@ from quire.outputs import (
     PoolingOutput,
     PoolingRequestOutput,
     RequestOutput,
+    ScoringOutput,
+    ScoringRequestOutput,
 )
 from quire.pooling_params import PoolingParams
 from quire.protocol.cache import PinnedPrefix
@@ -243,20 +247,8 @@ class LLM:
             InvalidRequestError: a prompt or a parameter breaks a rule; nothing has been computed then.
             RequestFailedError: the engine could not compute one of them.
         """
-        cuts = {"truncation_side": "right", "max_length": self.model_config.max_model_len}
-        many = self._tokenized(_as_list(prompts), tokenization_kwargs, **cuts)
-        given = PoolingParams() if pooling_params is None else pooling_params
-        each = _one_each(given, len(many), "pooling params", "pooling_params")
-        require(all(isinstance(one, PoolingParams) for one in each), "pooling_params", each, "PoolingParams, or a list")
-        terms = self._terms_for(len(many), lora_request)
-        outputs = self._batches.run(many, each, terms, use_tqdm=use_tqdm)
-        if any(output.pooled is None for output in outputs):
-            raise RequestFailedError("the engine failed to compute a vector; the log says why.")
-        vectors = [EmbeddingOutput(one.vector(output)) for one, output in zip(each, outputs, strict=True)]
-        return [
-            EmbeddingRequestOutput(o.request_id, vector, o.prompt_token_ids, o.num_cached_tokens or 0)
-            for o, vector in zip(outputs, vectors, strict=True)
-        ]
+        how = (use_tqdm, pooling_params, lora_request, tokenization_kwargs)
+        return self._pooled("embed", EmbeddingRequestOutput, EmbeddingOutput, prompts, *how)
 
     def encode(
         self,
@@ -268,10 +260,58 @@ class LLM:
         tokenization_kwargs: dict[str, Any] | None = None,
     ) -> list[PoolingRequestOutput]:
         """As `embed`, with tensors (float32 [H]) as `outputs.data`; NotYetSupportedError for another `pooling_task`."""
-        PoolingParams(task=pooling_task)
+        how = (use_tqdm, pooling_params, lora_request, tokenization_kwargs)
+        return self._pooled(pooling_task, PoolingRequestOutput, lambda row: PoolingOutput(tensor(row)), prompts, *how)
+
+    def score(
+        self,
+        data_1: Any,
+        data_2: Any,
+        use_tqdm: bool = True,
+        pooling_params: PoolingParams | None = None,
+        lora_request: LoRARequest | Sequence[LoRARequest | None] | None = None,
+        tokenization_kwargs: dict[str, Any] | None = None,
+    ) -> list[ScoringRequestOutput]:
+        """How well texts go together: the cosine similarity of their vectors.
+
+        Args:
+            data_1, data_2: texts, or lists of them, as many on both sides; or one text, for all of `data_2`.
+            pooling_params, lora_request, tokenization_kwargs: as of `embed`.
+
+        Returns:
+            One for each pair, in order; `outputs.score` is a number.
+
+        Raises:
+            InvalidRequestError, RequestFailedError: the texts are no pairs; or as `embed`.
+        """
+        queries, documents = read_pairs(data_1, data_2)
+        found = self.embed(queries + documents, use_tqdm, pooling_params, lora_request, tokenization_kwargs)
+        scores = cosines([one.outputs.embedding for one in found], len(queries))
+        firsts = found[: len(queries)] * (len(documents) // len(queries))
+        outputs: list[ScoringRequestOutput] = []
+        for one, other, score in zip(firsts, found[len(queries) :], scores, strict=True):
+            name, tokens = f"{one.request_id}_{other.request_id}", one.prompt_token_ids + other.prompt_token_ids
+            cached = one.num_cached_tokens + other.num_cached_tokens
+            outputs.append(ScoringRequestOutput(name, ScoringOutput(score), tokens, cached))
+        return outputs
+
+    def _pooled(
+        self, task: Any, kind: Any, shown: Any, prompts: Any, use_tqdm: bool, params: Any, loras: Any, tokenized: Any
+    ) -> list[Any]:
+        """What pooling makes of each prompt, as `kind` of output, with what is `shown` of the numbers. See `embed`."""
+        cuts = {"truncation_side": "right", "max_length": self.model_config.max_model_len}
+        many = self._tokenized(_as_list(prompts), tokenized, **cuts)
+        given = PoolingParams() if params is None else params
+        each = _one_each(given, len(many), "pooling params", "pooling_params")
+        require(all(isinstance(one, PoolingParams) for one in each), "pooling_params", each, "PoolingParams, or a list")
+        each = [structs.replace(one, task=task or one.task) for one in each]
+        terms = self._terms_for(len(many), loras)
+        outputs = self._batches.run(many, each, terms, use_tqdm=use_tqdm)
+        if any(output.pooled is None for output in outputs):
+            raise RequestFailedError("the engine failed to compute a vector; the log says why.")
         return [
-            PoolingRequestOutput(one.request_id, PoolingOutput(tensor(one.outputs.embedding)), one.prompt_token_ids)
-            for one in self.embed(prompts, use_tqdm, pooling_params, lora_request, tokenization_kwargs)
+            kind(o.request_id, shown(one.vector(o)), o.prompt_token_ids, o.num_cached_tokens or 0)
+            for o, one in zip(outputs, each, strict=True)
         ]
 
     def reset_prefix_cache(self, reset_running_requests: bool = False, reset_connector: bool = False) -> bool:
@@ -435,7 +475,8 @@ class LLM:
         return [Terms(one, client, adapter=adapter) for one, adapter in zip(priorities, adapters, strict=True)]
 
 
-for _name in ("generate", "chat", "beam_search", "embed", "encode"):  # here, for type checkers to see their arguments
+# Here, for type checkers to see their arguments.
+for _name in ("generate", "chat", "beam_search", "embed", "encode", "score"):
     setattr(LLM, _name, as_vllms(getattr(LLM, _name)))
 
 

@@ -273,7 +273,7 @@ def test_methods_that_are_not_there(llm: LLM) -> None:
     asyncio.run(_refusals(AsyncLLM.from_engine_args(EngineArgs(max_model_len=64, num_kv_blocks=16))))
     for owner in (llm, llm.llm_engine):
         assert not [name for name in vllm_names()[type(owner).__name__] if hasattr(owner, name)]
-    for owner, name in ((llm, "score"), (llm, "start_profile"), (llm.llm_engine, "add_lora")):
+    for owner, name in ((llm, "reward"), (llm, "start_profile"), (llm.llm_engine, "add_lora")):
         with pytest.raises(NotYetSupportedError, match=f"^{type(owner).__name__}.{name} is not supported"):
             getattr(owner, name)
         assert not hasattr(owner, name)

@@ -89,7 +89,7 @@ def test_refusals() -> None:
     with pytest.raises(NotYetSupportedError, match="task='classify'"):
         llm.encode("a", pooling_task="classify")
     with pytest.raises(AttributeError, match="models here generate and embed"):
-        llm.score  # noqa: B018
+        llm.reward  # noqa: B018
     assert llm.llm_engine.get_num_unfinished_requests() == 0
 
 

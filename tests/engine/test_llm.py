@@ -444,7 +444,7 @@ def test_priority_needs_the_policy_of_priorities(llm: LLM) -> None:
     assert llm.generate("Once", greedy(1), priority=0, use_tqdm=False)
 
 
-@pytest.mark.parametrize("name", ["score", "classify", "reward"])
+@pytest.mark.parametrize("name", ["classify", "reward", "token_embed"])
 def test_methods_that_are_not_there_yet_say_so(llm: LLM, name: str) -> None:
     with pytest.raises(NotYetSupportedError, match=f"^LLM.{name} is not supported yet: models here generate and embed"):
         getattr(llm, name)("Once")

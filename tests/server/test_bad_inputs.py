@@ -178,7 +178,7 @@ CASES = [
     Case(TEXTS, "escaped lone surrogate in chat", said(content="\ud800")),
     Case(TEXTS, "UTF-16", sent(UTF16)),
     Case(ROUTES, "route", raw("GET", "/v1/nothing"), 404, code="not_found"),
-    Case(ROUTES, "route posted to", post("/v1/rerank", {"input": "x"}), 404, code="not_found"),
+    Case(ROUTES, "route posted to", post("/v1/moderations", {"input": "x"}), 404, code="not_found"),
     Case(ROUTES, "slash at the end", completion().replace(b"/v1/completions ", b"/v1/completion/ "), 404),
     Case(ROUTES, "two slashes", raw("GET", "//v1/nowhere"), 404),
     Case(ROUTES, "dots", raw("GET", "/v1/../../../etc/passwd"), 404),

@@ -196,7 +196,7 @@ def _place(location: Sequence[str | int]) -> str | None:
     for key in keys:
         if isinstance(key, int):
             place += f"[{key}]"
-        elif re.fullmatch("[a-z_]+", key) and key not in _TYPES:
+        elif re.fullmatch("[a-z_][a-z_0-9]*", key) and key not in _TYPES:
             place += f".{key}" if place else key
     return place or None
 

@@ -17,10 +17,10 @@ from quire.entrypoints.server.chat_request import ChatBatchRequest, ChatCompleti
 from quire.entrypoints.server.completion_request import CompletionRequest
 from quire.entrypoints.server.dialects.chat import read_chat, read_chats
 from quire.entrypoints.server.dialects.completions import read_completion
-from quire.entrypoints.server.dialects.embeddings import read_embedding, read_pooling
+from quire.entrypoints.server.dialects.embeddings import read_embedding, read_pooling, read_scores
 from quire.entrypoints.server.dialects.messages import read_message
 from quire.entrypoints.server.dialects.through_chat import validated
-from quire.entrypoints.server.embedding_request import EmbeddingRequest
+from quire.entrypoints.server.embedding_request import EmbeddingRequest, RerankRequest, ScoreRequest
 from quire.entrypoints.server.event_service import EventService
 from quire.entrypoints.server.messages_request import ConversationRequest, MessagesRequest
 from quire.entrypoints.server.middleware import identify, outlet_of
@@ -69,6 +69,19 @@ async def create_embedding(body: EmbeddingRequest, request: Request) -> Response
 async def create_pooling(body: EmbeddingRequest, request: Request) -> Response:
     """Texts as vectors."""
     return await respond(request, EventService(get_state(request), read_pooling), body)
+
+
+@router.post("/v1/score", tags=["scores"])
+async def create_scores(body: ScoreRequest, request: Request) -> Response:
+    """How well pairs of texts go together."""
+    return await respond(request, EventService(get_state(request), read_scores), body)
+
+
+@router.post("/v2/rerank", include_in_schema=False)  # Cohere's
+@router.post("/v1/rerank", tags=["scores"])
+async def create_reranking(body: RerankRequest, request: Request) -> Response:
+    """Documents, the one first that answers a query best."""
+    return await respond(request, EventService(get_state(request), read_scores), body)
 
 
 @router.post("/invocations", include_in_schema=False)  # as SageMaker calls it

@@ -85,7 +85,10 @@ def test_lines_of_scripts(line: str) -> None:
 @pytest.mark.parametrize(
     ("line", "message"),
     [
-        ("from quire import ScoringOutput", "quire.ScoringOutput is not here yet: models here generate and embed."),
+        (
+            "from quire import ClassificationOutput",
+            "quire.ClassificationOutput is not here yet: models",
+        ),
         ("from quire.model_executor.models.llama import X", "quire.model_executor is not here: models are Quire's own"),
         ("from quire.v1.sample.logits_processor import LogitsProcessor", r"SamplingParams\(logits_processors="),
         ("from quire.config import CompilationConfig", "CompilationConfig is not here: nothing is compiled"),

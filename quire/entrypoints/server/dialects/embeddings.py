@@ -12,11 +12,13 @@ from functools import partial
 from typing import Any
 
 import msgspec
+from numpy import asarray
 
 from quire.engine.terms import check_terms
+from quire.entrypoints.scoring import cosines, read_pairs
 from quire.entrypoints.server.dialects.llama_cpp import tokens_of
 from quire.entrypoints.server.dialects.through_chat import validated
-from quire.entrypoints.server.embedding_request import EmbeddingRequest
+from quire.entrypoints.server.embedding_request import EmbeddingRequest, PooledRequest, RerankRequest, ScoreRequest
 from quire.entrypoints.server.event_service import Event, EventWriter
 from quire.entrypoints.server.info_requests import is_chat
 from quire.entrypoints.server.llama_requests import LlamaEmbeddingRequest, prompts_of
@@ -34,6 +36,7 @@ from quire.protocol.requests import Terms
 
 _Form = Callable[["EmbeddingWriter"], Any]
 _Asked = Asked["EmbeddingWriter"]
+_RULES = Rules(no_tokens=True)
 _TURNS = ("add_generation_prompt", "continue_final_message")  # here off by default
 
 
@@ -42,50 +45,60 @@ async def read_embedding(
 ) -> _Asked:
     """See `Read`. `form`: of the answer, where it is not OpenAI's."""
     model = state.admit(body)
-    if (adapter := state.adapters.get(model)) is not None and hasattr(adapter, "prompt_adapter_id"):
-        raise NotYetSupportedError("vectors of prompt adapters are not supported: they are trained to write.")
     wanted = PoolingParams(body.truncate_prompt_tokens, body.dimensions, body.normalize, body.use_activation)
-    params = wanted.sampling_params(state.llm.config.model.hidden_size)
     of_chat, texts = is_chat(body, "input"), body.input
-    names = {"prompt": "messages" if of_chat else "input"}  # what the engine's parameters are called in the body
     special = not of_chat if body.add_special_tokens is None else body.add_special_tokens
     if of_chat:
         turns: dict[str, Any] = {name: bool(getattr(body, name)) for name in _TURNS}
         turns |= {"chat_template": body.chat_template, "chat_template_kwargs": body.chat_template_kwargs}
         texts = [await conversation_text(state, each, **turns) for each in body.messages]
+    turn, form = Turn(len(texts), 1, _RULES), form or EmbeddingWriter.openai
+    writer = EmbeddingWriter(body, f"embd-{request_id}", model, wanted, turn, form)
+    writer.keep = partial(_shown, body.encoding_format == "base64")
+    return await _asked(state, request_id, texts, writer, "messages" if of_chat else "input", special)
+
+
+async def _asked(
+    state: ServerState, request_id: str, texts: list[Any], writer: "EmbeddingWriter", name: str, special: bool = True
+) -> _Asked:
+    """What the engine is asked for; `name` is that of the texts in the body, `special` as `add_special_tokens`."""
+    if (adapter := state.adapters.get(writer.model)) is not None and hasattr(adapter, "prompt_adapter_id"):
+        raise NotYetSupportedError("vectors of prompt adapters are not supported: they are trained to write.")
+    params, names = writer.wanted.sampling_params(state.llm.config.model.hidden_size), {"prompt": name}
     state.llm.check_room(len(texts))
     prompts = []
     for text in texts:
         with named(names):
-            prompts.append(await state.llm.prepare(text, wanted, special))
+            prompts.append(await state.llm.prepare(text, writer.wanted, special))
         await asyncio.sleep(0)  # many short texts take long together
-    terms = Terms(body.priority or 0, client_name(body.user))
+    terms = Terms(writer.body.priority or 0, client_name(writer.body.user))
     check_terms(terms, state.llm.limits.policy)
-    turn = Turn(len(prompts), 1, Rules(no_tokens=True))
-    request = TurnRequest(request_id, prompts, params, terms, adapter, names)
-    return request, EmbeddingWriter(body, f"embd-{request_id}", model, wanted, turn, form)
+    return TurnRequest(request_id, prompts, params, terms, adapter, names), writer
 
 
 class EmbeddingWriter(EventWriter):
-    """Writes one request's vectors, in OpenAI's `form` or another. See `EventWriter`."""
+    """Writes one request's vectors, in some `form`. See `EventWriter`.
+
+    Attributes:
+        wanted: how a text becomes a vector.
+        keep: what is kept of a vector when it comes: a thousand of them at the end would hold the event loop for long.
+    """
 
     def __init__(
-        self, body: EmbeddingRequest, name: str, model: str, wanted: PoolingParams, turn: Turn, form: _Form | None
+        self, body: PooledRequest, name: str, model: str, wanted: PoolingParams, turn: Turn, form: _Form
     ) -> None:
-        self.turn, self.model = turn, model
-        self._name, self._wanted, self._as_bytes = name, wanted, body.encoding_format == "base64"
-        self._vectors: dict[int, msgspec.Raw] = {}  # as they are shown
-        self.form = form or EmbeddingWriter.openai
+        self.body, self.model, self.wanted, self.turn, self.form = body, model, wanted, turn, form
+        self.keep: Callable[[list[float]], Any] = asarray
+        self._name = name
+        self._vectors: dict[int, Any] = {}
 
     def take(self, delta: Delta) -> list[Event]:
-        vector = self._wanted.vector(delta.output)
-        # Now: a thousand of them at the end would hold the event loop for long.
-        self._vectors[delta.place] = msgspec.Raw(encode(_packed(vector) if self._as_bytes else vector))
+        self._vectors[delta.place] = self.keep(self.wanted.vector(delta.output))
         return []
 
     @property
-    def vectors(self) -> list[msgspec.Raw]:
-        """One for each text, in JSON."""
+    def vectors(self) -> list[Any]:
+        """What is kept of each text."""
         return [self._vectors[place] for place in sorted(self._vectors)]
 
     @property
@@ -93,19 +106,47 @@ class EmbeddingWriter(EventWriter):
         """Tokens of all texts."""
         return self.turn.counts()[0]
 
+    @property
+    def usage(self) -> dict[str, int]:
+        """The same, in OpenAI's form."""
+        return {"prompt_tokens": self.num_tokens, "total_tokens": self.num_tokens, "completion_tokens": 0}
+
     def answer(self) -> Any:
         return self.form(self)
 
     def openai(self, kind: str = "embedding", key: str = "embedding") -> dict[str, Any]:
         """In OpenAI's form."""
-        data = [{"object": kind, "index": place, key: one} for place, one in enumerate(self.vectors)]
-        usage = {"prompt_tokens": self.num_tokens, "total_tokens": self.num_tokens, "completion_tokens": 0}
+        return self.listed([{"object": kind, "index": place, key: one} for place, one in enumerate(self.vectors)])
+
+    def listed(self, data: list[dict[str, Any]]) -> dict[str, Any]:
+        """Entries, with what goes around them."""
         head = {"id": self._name, "object": "list", "created": int(time.time()), "model": self.model}
-        return {**head, "data": data, "usage": usage}
+        return {**head, "data": data, "usage": self.usage}
 
 
 # /pooling's, as vLLM has it: the same vectors, each as an entry's data.
 read_pooling = partial(read_embedding, form=partial(EmbeddingWriter.openai, kind="pooling", key="data"))
+
+
+async def read_scores(state: ServerState, body: ScoreRequest, request_id: str) -> _Asked:
+    """/score's, as vLLM has it, and /rerank's: Jina's and Cohere's."""
+    queries, documents = read_pairs(body.text_1, body.text_2)
+
+    def form(writer: EmbeddingWriter) -> dict[str, Any]:
+        scores = enumerate(cosines(writer.vectors, len(queries)))
+        if not isinstance(body, RerankRequest):
+            return writer.listed([{"index": place, "object": "score", "score": score} for place, score in scores])
+        results = [
+            {"index": place, "document": {"text": documents[place], "multi_modal": None}, "relevance_score": score}
+            for place, score in sorted(scores, key=lambda pair: -pair[1])
+        ]
+        head = {"id": f"rerank-{request_id}", "model": writer.model, "usage": writer.usage}
+        return {**head, "results": results[: max(body.top_n or 0, 0) or None]}
+
+    model, texts = state.admit(body), queries + documents
+    wanted = PoolingParams(body.truncate_prompt_tokens, use_activation=body.use_activation)
+    writer = EmbeddingWriter(body, f"score-{request_id}", model, wanted, Turn(len(texts), 1, _RULES), form)
+    return await _asked(state, request_id, texts, writer, "text_2")
 
 
 async def read_ollama_embed(state: ServerState, body: OllamaEmbedRequest, request_id: str) -> _Asked:
@@ -142,5 +183,7 @@ async def _read_as(
     return await read_embedding(state, validated(EmbeddingRequest, fields | {"model": body.model}), request_id, form)
 
 
-def _packed(vector: list[float]) -> str:
-    return base64.b64encode(struct.pack(f"<{len(vector)}f", *vector)).decode()
+def _shown(packed: bool, vector: list[float]) -> msgspec.Raw:
+    return msgspec.Raw(
+        encode(base64.b64encode(struct.pack(f"<{len(vector)}f", *vector)).decode() if packed else vector)
+    )

@@ -55,6 +55,7 @@ class ScriptedCore:
         self.ending: str | None = None
         self.ends_at = 2
         self.failure: Failure | None = None
+        self.pooled: Callable[[list[int]], list[float]] = lambda token_ids: [3.0, 4.0, 12.0]
         self._tasks: dict[str, asyncio.Task[None]] = {}
         self._stopped: set[tuple[str, int]] = set()
         self._emit: Callable[[Any], None] = lambda event: None
@@ -122,7 +123,7 @@ class ScriptedCore:
             finish_reason=reason,
             num_cached_tokens=3,
             failure=self.failure if reason == "error" else None,
-            pooled=[3.0, 4.0, 12.0] if isinstance(task, PoolingTask) else None,
+            pooled=self.pooled(request.prompt_token_ids) if isinstance(task, PoolingTask) else None,
         )
 
 
