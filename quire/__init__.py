@@ -18,6 +18,7 @@ _NAMES = {
     "quire.outputs": (
         *("RequestOutput", "CompletionOutput", "Logprob", "BeamSearchOutput", "BeamSearchSequence", "EmbeddingOutput"),
         *("EmbeddingRequestOutput", "PoolingOutput", "PoolingRequestOutput", "ScoringOutput", "ScoringRequestOutput"),
+        *("ClassificationOutput", "ClassificationRequestOutput"),
     ),
     "quire.pooling_params": ("PoolingParams",),
     "quire.lora.request": ("LoRARequest", "PromptAdapterRequest"),

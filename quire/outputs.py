@@ -142,6 +142,23 @@ class EmbeddingRequestOutput(PoolingRequestOutput):
 
 
 @dataclass(slots=True)
+class ClassificationOutput:
+    """How likely a text is of each class."""
+
+    probs: list[float]
+
+    @property
+    def num_classes(self) -> int:
+        """How many there are."""
+        return len(self.probs)
+
+
+@dataclass(slots=True)
+class ClassificationRequestOutput(PoolingRequestOutput):
+    """The same; `outputs` is a ClassificationOutput."""
+
+
+@dataclass(slots=True)
 class ScoringOutput:
     """How well two texts go together."""
 

@@ -8,6 +8,7 @@ import math
 
 import msgspec
 
+from quire.config.model import ModelConfig
 from quire.errors import InvalidRequestError, NotYetSupportedError, RequestFailedError, require
 from quire.outputs import RequestOutput
 from quire.sampling_params import SamplingParams
@@ -17,9 +18,11 @@ from quire.utils.keywords import NamesUnknownKeywords
 class PoolingParams(msgspec.Struct, metaclass=NamesUnknownKeywords):
     """How a text becomes a vector: the hidden state of its last token, cut, and brought to length 1.
 
+    Of models with a head for classes: how it becomes their probabilities.
+
     Raises:
         InvalidRequestError: a field breaks its rule.
-        NotYetSupportedError: another task than to embed.
+        NotYetSupportedError: another task than to embed, or classify.
     """
 
     truncate_prompt_tokens: int | None = None  # keep the last k tokens; -1: what the context holds
@@ -29,8 +32,8 @@ class PoolingParams(msgspec.Struct, metaclass=NamesUnknownKeywords):
     task: str | None = None
 
     def __post_init__(self) -> None:
-        if self.task not in (None, "embed"):
-            raise NotYetSupportedError(f"task={self.task!r} is not supported: models here generate and embed.")
+        if self.task not in (None, "embed", "classify"):
+            raise NotYetSupportedError(f"task={self.task!r} is not supported: models here generate, embed or classify.")
         for name in ("normalize", "use_activation"):
             require(isinstance(getattr(self, name), bool | None), name, getattr(self, name), "True, False or None")
         fits = self.dimensions is None or (type(self.dimensions) is int and self.dimensions > 0)
@@ -40,21 +43,33 @@ class PoolingParams(msgspec.Struct, metaclass=NamesUnknownKeywords):
         """A copy."""
         return msgspec.structs.replace(self)
 
-    def sampling_params(self, hidden_size: int) -> SamplingParams:
-        """What a prompt is prepared with; InvalidRequestError where vectors of `hidden_size` are too short."""
-        if (self.dimensions or 1) > hidden_size:
-            message = f"dimensions = {self.dimensions} is more than this model's vectors have, {hidden_size}."
+    def sampling_params(self, model: ModelConfig) -> SamplingParams:
+        """What a prompt is prepared with; InvalidRequestError where the model has none of that."""
+        if self.task not in (None, "classify" if model.num_labels else "embed"):
+            said = (
+                "classifies texts, and makes no vectors" if model.num_labels else "has no head to classify texts with"
+            )
+            raise InvalidRequestError(f"task={self.task!r} is not supported: this model {said}.", "task")
+        size = 0 if model.num_labels else model.hidden_size
+        if (self.dimensions or 0) > size:
+            message = f"dimensions = {self.dimensions} is more than this model's vectors have, {size}."
             raise InvalidRequestError(message, "dimensions")
         truncate = self.truncate_prompt_tokens
         return SamplingParams(temperature=0.0, max_tokens=1, detokenize=False, truncate_prompt_tokens=truncate)
 
-    def vector(self, output: RequestOutput) -> list[float]:
-        """What a request that pools has brought; RequestFailedError where that is no number."""
+    def numbers(self, output: RequestOutput, model: ModelConfig) -> list[float]:
+        """What a request that pools has brought: a vector, or probabilities of classes; RequestFailedError for NaNs."""
         assert output.pooled is not None, "it was aborted, or asked for tokens"
         kept = output.pooled[: self.dimensions]
         length = math.hypot(*kept) or 1.0
         if not math.isfinite(length):
             raise RequestFailedError("the model's hidden state is not finite.")
-        if self.normalize is False or self.use_activation is False:
+        problem = model.hf_config.get("problem_type") if model.num_labels else None
+        if self.normalize is False or self.use_activation is False or problem == "regression":
             return kept
-        return [value / length for value in kept]
+        if not model.num_labels:
+            return [value / length for value in kept]
+        if model.num_labels == 1 or problem == "multi_label_classification":
+            return [0.5 + 0.5 * math.tanh(0.5 * value) for value in kept]  # the sigmoid, which overflows nowhere
+        weights = [math.exp(value - max(kept)) for value in kept]
+        return [weight / sum(weights) for weight in weights]

@@ -11,7 +11,7 @@ import re
 from pathlib import Path
 from typing import Any
 
-from quire.config.families import BY_ARCHITECTURE, BY_MODEL_TYPE, WITH_TEXT, family_of
+from quire.config.families import BY_ARCHITECTURE, BY_MODEL_TYPE, CLASSIFIER, WITH_TEXT, family_of
 from quire.config.gguf import gguf_config
 from quire.config.quantized import read_quantization
 from quire.errors import ConfigError, InvalidRequestError, ModelLoadError, NotYetSupportedError
@@ -217,6 +217,13 @@ class ConfigReader:
         if rope["rope_type"] == "yarn":
             length = rope.get("original_max_position_embeddings") or length
         return int(length * (rope.get("factor") or 1.0))
+
+    def num_labels(self) -> int:
+        """Classes that the model's head tells apart, as transformers has it; 0 where it is for tokens."""
+        if not self.architecture.endswith(CLASSIFIER):
+            return 0
+        labels = self.get("id2label", default={})
+        return self.positive_int("num_labels", default=len(labels) if isinstance(labels, dict) and labels else 2)
 
     def layer_windows(self, num_layers: int) -> tuple[int | None, ...]:
         """The sliding window of each layer: by `layer_types`, else by the family's older keys."""

@@ -153,16 +153,18 @@ BY_ARCHITECTURE = {family.architecture: family for family in FAMILIES}
 BY_MODEL_TYPE = {family.model_type: family for family in sorted(FAMILIES, key=lambda f: f.model_type)}
 _BY_ANY_NAME = BY_ARCHITECTURE | BY_MODEL_TYPE | {name: family for family in FAMILIES for name in family.text_of}
 _UNKNOWN = Family("", "", "")
+CLASSIFIER = "ForSequenceClassification"  # an architecture's ending: a family with a head of classes in place of tokens
 
 
 def built_family(architecture: str, model: str) -> Family:
-    """The family that implements a model's architecture; ModelLoadError where none does."""
-    if architecture not in BY_ARCHITECTURE:
+    """The family that implements a model's architecture, whatever its head; ModelLoadError where none does."""
+    name = architecture.replace(CLASSIFIER, "LMHeadModel" if architecture == f"GPT2{CLASSIFIER}" else "ForCausalLM")
+    if name not in BY_ARCHITECTURE:
         known = ", ".join([*sorted(BY_ARCHITECTURE), *sorted(f"the text of {name}" for name in WITH_TEXT)])
         raise ModelLoadError(
             f"architecture {architecture!r} of model {model!r} is not supported; supported are {known}."
         )
-    return BY_ARCHITECTURE[architecture]
+    return BY_ARCHITECTURE[name]
 
 
 def family_of(name: Any) -> Family:

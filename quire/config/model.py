@@ -48,6 +48,7 @@ class ModelConfig:
     tie_word_embeddings: bool
     eos_token_ids: tuple[int, ...]  # config.json's first, then those of generation_config.json, or of several
     generation_defaults: dict[str, Any]  # sampling values of generation_config.json, under its names
+    num_labels: int = 0  # classes that its head tells apart; 0: its head is for tokens
     seed: int = 0
 
     @classmethod
@@ -110,6 +111,7 @@ class ModelConfig:
             tie_word_embeddings=bool(reader.get("tie_word_embeddings", default=False)),
             eos_token_ids=eos_token_ids(config, generation, defaults),
             generation_defaults=generation_defaults(defaults, name),
+            num_labels=reader.num_labels(),
             seed=seed,
         )
 

@@ -226,7 +226,7 @@ class AsyncLLM:
         # To its end, before anything is yielded: callers take what they wanted, and leave.
         for one in [each async for each in self.generate(prepared, None, request_id, **terms)]:
             if one.pooled is not None:
-                found = PoolingOutput(tensor(asked.vector(one)))
+                found = PoolingOutput(tensor(asked.numbers(one, self.config.model)))
                 yield PoolingRequestOutput(one.request_id, found, one.prompt_token_ids, one.num_cached_tokens or 0)
 
     async def add_lora(self, lora_request: AdapterRequest) -> bool:

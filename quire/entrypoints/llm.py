@@ -27,6 +27,8 @@ from quire.inputs import PromptType
 from quire.lora.request import LoRARequest, PromptAdapterRequest
 from quire.outputs import (
     BeamSearchOutput,
+    ClassificationOutput,
+    ClassificationRequestOutput,
     EmbeddingOutput,
     EmbeddingRequestOutput,
     PoolingOutput,
@@ -263,6 +265,23 @@ class LLM:
         how = (use_tqdm, pooling_params, lora_request, tokenization_kwargs)
         return self._pooled(pooling_task, PoolingRequestOutput, lambda row: PoolingOutput(tensor(row)), prompts, *how)
 
+    def classify(
+        self,
+        prompts: PromptType | Sequence[PromptType],
+        use_tqdm: bool = True,
+        pooling_params: PoolingParams | Sequence[PoolingParams] | None = None,
+        lora_request: LoRARequest | Sequence[LoRARequest | None] | None = None,
+        tokenization_kwargs: dict[str, Any] | None = None,
+    ) -> list[ClassificationRequestOutput]:
+        """How likely each prompt is of each class, by a model with a head for them: see `embed`.
+
+        Returns:
+            In the order of the prompts; `outputs.probs` is a list of a float for each class: the softmax of what the
+            model says, the sigmoid of a single one, or that as it is (use_activation=False).
+        """
+        how = (use_tqdm, pooling_params, lora_request, tokenization_kwargs)
+        return self._pooled("classify", ClassificationRequestOutput, ClassificationOutput, prompts, *how)
+
     def score(
         self,
         data_1: Any,
@@ -310,7 +329,7 @@ class LLM:
         if any(output.pooled is None for output in outputs):
             raise RequestFailedError("the engine failed to compute a vector; the log says why.")
         return [
-            kind(o.request_id, shown(one.vector(o)), o.prompt_token_ids, o.num_cached_tokens or 0)
+            kind(o.request_id, shown(one.numbers(o, self.model_config)), o.prompt_token_ids, o.num_cached_tokens or 0)
             for o, one in zip(outputs, each, strict=True)
         ]
 
@@ -476,7 +495,7 @@ class LLM:
 
 
 # Here, for type checkers to see their arguments.
-for _name in ("generate", "chat", "beam_search", "embed", "encode", "score"):
+for _name in ("generate", "chat", "beam_search", "embed", "encode", "classify", "score"):
     setattr(LLM, _name, as_vllms(getattr(LLM, _name)))
 
 

@@ -23,8 +23,8 @@ def read_pairs(data_1: Any, data_2: Any) -> tuple[list[str], list[str]]:
     sides: list[list[str]] = []
     for name, data in (("data_1", data_1), ("data_2", data_2)):
         many = data if isinstance(data, list | tuple) else [data]
-        texts = [one.get("text") if isinstance(one, dict) else getattr(one, "text", one) for one in many]
-        fits = texts and all(isinstance(one, str) for one in texts)
+        texts: list[Any] = [one.get("text") if isinstance(one, dict) else getattr(one, "text", one) for one in many]
+        fits = texts != [] and all(isinstance(one, str) for one in texts)
         require(fits, name, data, 'a text, or a list of at least one; {"text": ...} is a text, too')
         sides.append(texts)
     queries, documents = sides

@@ -170,8 +170,10 @@ class Builder:
         """A table of vectors by position; that of position 0 is row `offset`."""
         return LearnedPositions(self._place(name, table=True), num_positions, size, offset)
 
-    def head(self, embedding: VocabEmbedding, *, tied: bool) -> Linear | TiedHead:
-        """The output head for the vocabulary of an embedding; with its very weights where `tied`."""
+    def head(self, embedding: VocabEmbedding, *, tied: bool, num_labels: int = 0) -> Linear | TiedHead:
+        """The output head for the vocabulary of an embedding; with its very weights where `tied`. Or for classes."""
+        if num_labels:
+            return self.last.linear("lm_head", embedding.shape.in_features, num_labels, plain=True)
         if tied:
             return TiedHead(embedding)
         size, num_rows = embedding.shape.in_features, embedding.parts[""]

@@ -1,4 +1,4 @@
-"""A causal language model: a backbone, an output head, and the loading of a checkpoint into both.
+"""A causal language model: a backbone, an output head of tokens or classes, and the loading of a checkpoint.
 
 `quire.models.registry.build_model` makes one; the weight loader fills it and the model runner calls it. Families
 differ in how they compose the backbone and in the names of their checkpoints; this class knows neither. It must not
@@ -29,6 +29,7 @@ class RunnableModel(Protocol):
     """What a device makes of a model: called as the model itself."""
 
     vocab_size: int
+    classifies: bool
 
     def __call__(self, input_ids: Tensor, step: Step) -> Tensor:
         """Hidden states [T, H], or [R, H] of `step.wanted`; keys and values of all are written to the caches."""
@@ -58,6 +59,7 @@ class CausalLM(nn.Module):
         missing_weights: checkpoint names that `load_weights` has not met yet.
         num_incoming: features of what its stage of the model is given in place of token ids; 0 for the first one.
         is_last: its stage ends with the final norm and the head.
+        classifies: its head is for classes: logits are of these.
         num_parameters: of all stages.
         elsewhere: checkpoint names of other stages' tensors.
         lora: the places of adapters, where it has any.
@@ -74,12 +76,12 @@ class CausalLM(nn.Module):
         logit_softcap: float | None = None,
     ) -> None:
         super().__init__()
-        self.vocab_size = config.vocab_size
+        self.vocab_size = config.num_labels or config.vocab_size
         self.dtype = builder.context.dtype
         self.cache_layers = builder.context.cache_layers
         self.model = backbone
-        self.tied = config.tie_word_embeddings
-        self.lm_head = builder.head(backbone.embed_tokens, tied=self.tied)
+        self.tied, self.classifies = config.tie_word_embeddings, config.num_labels > 0
+        self.lm_head = builder.head(backbone.embed_tokens, tied=self.tied, num_labels=config.num_labels)
         stage = builder.context.stage
         self.num_incoming = 0 if stage is None or stage.is_first else config.hidden_size
         self.is_last = stage is None or stage.is_last
@@ -89,6 +91,9 @@ class CausalLM(nn.Module):
         self.assign_groups = builder.context.assign_groups
         self.form = form
         self._logit_scale, self._logit_softcap = logit_scale, logit_softcap
+        if self.classifies:
+            self.form = form = replace(form, names=(*form.names, ("lm_head.", "score.")))
+            self._logit_scale = self._logit_softcap = None
         slots = weight_slots(self, form)
         self.filled_weights = {name for name, slot in slots.items() if slot.filled}
         self.missing_weights = slots.keys() - self.filled_weights

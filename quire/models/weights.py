@@ -89,7 +89,7 @@ class CheckpointFormat:
     def canonical(self, name: str) -> str:
         """A checkpoint's name with its prefix; of the language model in one that sees or hears, that by itself."""
         name = name.replace("language_model.", "", 1)
-        return name if name.startswith((self.prefix, "lm_head.")) else self.prefix + name
+        return name if name.startswith((self.prefix, "lm_head.", "score.")) else self.prefix + name
 
     def passes_over(self, name: str) -> bool:
         """Whether a checkpoint's tensor is none of the model's."""

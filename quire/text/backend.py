@@ -43,9 +43,9 @@ class FastBackend:
         self.decode, self.id_to_token, self.token_to_id = fast.decode, fast.id_to_token, fast.token_to_id
         self.get_vocab, self.get_vocab_size, self.to_json = fast.get_vocab, fast.get_vocab_size, fast.to_str
 
-    def encode(self, text: str, add_special_tokens: bool) -> list[int]:
-        if len(text) < _LONG:
-            return self._fast.encode(text, add_special_tokens=add_special_tokens).ids
+    def encode(self, text: str, add_special_tokens: bool, pair: str | None = None) -> list[int]:
+        if len(text) < _LONG or pair is not None:
+            return self._fast.encode(text, pair, add_special_tokens=add_special_tokens).ids
         # The library lets go of the GIL for batches only.
         return self._fast.encode_batch_fast([text], add_special_tokens=add_special_tokens)[0].ids
 

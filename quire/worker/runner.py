@@ -287,7 +287,10 @@ class ModelRunner:
                 continue
             end = begun.ends[place]
             if row.state is None:  # of a PoolingTask
-                results[place] = SequenceResult([0], pooled=begun.hidden[end - 1].tolist())
+                hidden = begun.hidden[end - 1 : end]
+                if self.model.classifies:
+                    hidden = self.model.compute_logits(hidden, begun.adapters and begun.adapters.of([end - 1]))
+                results[place] = SequenceResult([0], pooled=hidden[0].tolist())
                 continue
             lane = lanes[place] = Lane(row.state, len(token_rows), one.num_samples)
             if one.num_drafts:

@@ -86,9 +86,9 @@ def test_refusals() -> None:
             llm.embed("a", pooling_params=wrong)  # type: ignore[arg-type]
     with pytest.raises(InvalidRequestError, match="prompt"):
         llm.embed(["a", []])
-    with pytest.raises(NotYetSupportedError, match="task='classify'"):
-        llm.encode("a", pooling_task="classify")
-    with pytest.raises(AttributeError, match="models here generate and embed"):
+    with pytest.raises(NotYetSupportedError, match="task='token_embed'"):
+        llm.encode("a", pooling_task="token_embed")
+    with pytest.raises(AttributeError, match="models here generate, embed and classify whole texts"):
         llm.reward  # noqa: B018
     assert llm.llm_engine.get_num_unfinished_requests() == 0
 

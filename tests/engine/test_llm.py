@@ -444,9 +444,9 @@ def test_priority_needs_the_policy_of_priorities(llm: LLM) -> None:
     assert llm.generate("Once", greedy(1), priority=0, use_tqdm=False)
 
 
-@pytest.mark.parametrize("name", ["classify", "reward", "token_embed"])
+@pytest.mark.parametrize("name", ["reward", "token_embed", "token_classify"])
 def test_methods_that_are_not_there_yet_say_so(llm: LLM, name: str) -> None:
-    with pytest.raises(NotYetSupportedError, match=f"^LLM.{name} is not supported yet: models here generate and embed"):
+    with pytest.raises(NotYetSupportedError, match=f"^LLM.{name} is not supported yet: models here generate, embed"):
         getattr(llm, name)("Once")
     assert not hasattr(llm, name)
     with pytest.raises(

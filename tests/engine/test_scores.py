@@ -1,12 +1,16 @@
 """Scores of pairs of texts, and classes of texts: transformers' numbers, whatever else runs."""
 
+import importlib
 import math
+import sys
+from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from quire import LLM, PoolingParams, SamplingParams
-from quire.errors import InvalidRequestError
+from quire.errors import InvalidRequestError, ModelLoadError
 
 QUERY = "Where did the fox live?"
 DOCUMENTS = ["The fox lived in the wood.", "Tom had a red ball.", "Once upon a time there was a king. " * 8]
@@ -53,3 +57,105 @@ def test_what_is_no_pair(llm: LLM) -> None:
     for few, many in ((["a", "b"], ["c"]), (["a", "b"], ["c"] * 3)):
         with pytest.raises(InvalidRequestError, match=r"texts are no pairs: give 1 and 1, 1 and N, or N and N\.$"):
             llm.score(few, many)
+
+
+HEADS = ("llama", "qwen2", "qwen3", "mistral", "gemma", "gemma2", "phi3", "gpt2", "opt", "mixtral", "glm4")
+TOKENS = [[5, 17, 6, 90, 33, 4, 5], [9], [*range(3, 60)], [*range(3, 40), 8]]
+
+
+def classifier(name: str, path: Path, **options: Any) -> tuple[Any, str]:
+    """A tiny model of transformers' with a head, and where it is saved; `options` are of its config.json."""
+    pytest.importorskip("transformers")
+    sys.path.append(str(Path(__file__).parent.parent / "parity"))
+    import transformers
+
+    tiny: Any = importlib.import_module("tiny_models")
+    config_class, model_class, settings = tiny.CASES[name]
+    torch.manual_seed(5)
+    config = getattr(transformers, config_class)(**{"num_labels": 3, "pad_token_id": 0} | settings | options)
+    kind = model_class.replace("LMHeadModel", "ForCausalLM").replace("ForCausalLM", "ForSequenceClassification")
+    theirs = getattr(transformers, kind)(config).eval()
+    theirs.save_pretrained(path)
+    return theirs, str(path)
+
+
+def theirs_probs(theirs: Any, act: Any) -> list[torch.Tensor]:
+    with torch.inference_mode():
+        return [act(theirs(torch.tensor([tokens])).logits[0].float()) for tokens in TOKENS]
+
+
+@pytest.mark.parametrize("name", HEADS)
+def test_transformers_classes(name: str, tmp_path: Path) -> None:
+    theirs, path = classifier(name, tmp_path)
+    llm = LLM(path, dtype="float32", skip_tokenizer_init=True, num_kv_blocks=64)
+    found = llm.classify(TOKENS, **QUIET)
+    for one, expected in zip(found, theirs_probs(theirs, lambda logits: logits.softmax(-1)), strict=True):
+        torch.testing.assert_close(torch.tensor(one.outputs.probs), expected, atol=1e-4, rtol=0)
+        assert (one.outputs.num_classes, one.finished) == (3, True)
+    raw = llm.encode(TOKENS[0], PoolingParams(use_activation=False), pooling_task="classify", **QUIET)[0]
+    torch.testing.assert_close(raw.outputs.data, theirs_probs(theirs, lambda x: x)[0], atol=2e-4, rtol=0)
+
+
+@pytest.mark.parametrize(
+    ("options", "act"),
+    [
+        ({"num_labels": 1}, torch.sigmoid),
+        ({"num_labels": 2}, lambda logits: logits.softmax(-1)),
+        ({"problem_type": "multi_label_classification"}, torch.sigmoid),
+        ({"problem_type": "regression", "num_labels": 1}, lambda logits: logits),
+        ({"num_labels": 40}, lambda logits: logits.softmax(-1)),
+    ],
+)
+def test_activations(options: dict[str, Any], act: Any, tmp_path: Path) -> None:
+    theirs, path = classifier("llama", tmp_path, **options)
+    llm = LLM(path, dtype="float32", skip_tokenizer_init=True, num_kv_blocks=64)
+    for one, expected in zip(llm.classify(TOKENS, **QUIET), theirs_probs(theirs, act), strict=True):
+        torch.testing.assert_close(torch.tensor(one.outputs.probs), expected, atol=1e-4, rtol=0)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"max_num_batched_tokens": 16, "max_num_seqs": 4, "block_size": 8},
+        {"max_num_seqs": 2, "num_kv_blocks": 5, "max_model_len": 64},
+        {"kernels": "torch"},
+        {"quantization": "int8"},
+        {"dtype": "bfloat16"},
+        pytest.param({"tensor_parallel_size": 2}, marks=pytest.mark.slow),
+        pytest.param({"pipeline_parallel_size": 2}, marks=pytest.mark.slow),
+    ],
+    ids=lambda options: "-".join(options),
+)
+def test_classes_depend_on_nothing_else(options: dict[str, Any], tmp_path: Path) -> None:
+    theirs, path = classifier("qwen3", tmp_path)
+    given = {"skip_tokenizer_init": True, "dtype": "float32"}
+    plain = given | {k: v for k, v in options.items() if k in ("kernels", "quantization", "dtype")}
+    llm = LLM(path, num_kv_blocks=32, enable_prefix_caching=False, **plain)
+    alone = [llm.classify([tokens], **QUIET)[0].outputs.probs for tokens in TOKENS]
+    other = LLM(path, **given | {"num_kv_blocks": 32} | options)
+    for _ in "ab":  # the second time from the prefix cache
+        assert [one.outputs.probs for one in other.classify(TOKENS, **QUIET)] == alone
+    other.llm_engine.check_integrity()
+    other.llm_engine.shutdown()
+    near = {"quantization": 0.1, "dtype": 0.1}.get(next(iter(options)), 1e-4)
+    for found, expected in zip(alone, theirs_probs(theirs, lambda logits: logits.softmax(-1)), strict=True):
+        torch.testing.assert_close(torch.tensor(found), expected, atol=near, rtol=0)
+
+
+def test_what_a_head_is_not_for(llm: LLM, tmp_path: Path) -> None:
+    _, path = classifier("llama", tmp_path)
+    other = LLM(path, dtype="float32", skip_tokenizer_init=True, num_kv_blocks=32)
+    with pytest.raises(InvalidRequestError, match="has a head for classes, and generates no text: take LLM.classify"):
+        other.generate(TOKENS, **QUIET)
+    with pytest.raises(InvalidRequestError, match="task='embed' is not supported: this model classifies texts"):
+        other.embed(TOKENS, **QUIET)
+    with pytest.raises(InvalidRequestError, match="dimensions = 2 is more than this model's vectors have, 0"):
+        other.classify(TOKENS, pooling_params=PoolingParams(dimensions=2), **QUIET)
+    with pytest.raises(InvalidRequestError, match="task='classify' is not supported: this model has no head"):
+        llm.classify("a", **QUIET)
+    with pytest.raises(
+        ModelLoadError, match="has a tensor 'lm_head.weight', for which|lacks 1 of the model's tensors: sc"
+    ):
+        LLM("demo", hf_overrides={"architectures": ["LlamaForSequenceClassification"]})
+    with pytest.raises(ModelLoadError, match=r"num_labels = 0; it must be a whole number from 1"):
+        LLM(path, hf_overrides={"num_labels": 0}, skip_tokenizer_init=True)

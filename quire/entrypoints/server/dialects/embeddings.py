@@ -44,7 +44,7 @@ async def read_embedding(
     state: ServerState, body: EmbeddingRequest, request_id: str, form: _Form | None = None
 ) -> _Asked:
     """See `Read`. `form`: of the answer, where it is not OpenAI's."""
-    model = state.admit(body)
+    state.admit(body)
     wanted = PoolingParams(body.truncate_prompt_tokens, body.dimensions, body.normalize, body.use_activation)
     of_chat, texts = is_chat(body, "input"), body.input
     special = not of_chat if body.add_special_tokens is None else body.add_special_tokens
@@ -53,7 +53,7 @@ async def read_embedding(
         turns |= {"chat_template": body.chat_template, "chat_template_kwargs": body.chat_template_kwargs}
         texts = [await conversation_text(state, each, **turns) for each in body.messages]
     turn, form = Turn(len(texts), 1, _RULES), form or EmbeddingWriter.openai
-    writer = EmbeddingWriter(body, f"embd-{request_id}", model, wanted, turn, form)
+    writer = EmbeddingWriter(state, body, f"embd-{request_id}", wanted, turn, form)
     writer.keep = partial(_shown, body.encoding_format == "base64")
     return await _asked(state, request_id, texts, writer, "messages" if of_chat else "input", special)
 
@@ -64,7 +64,7 @@ async def _asked(
     """What the engine is asked for; `name` is that of the texts in the body, `special` as `add_special_tokens`."""
     if (adapter := state.adapters.get(writer.model)) is not None and hasattr(adapter, "prompt_adapter_id"):
         raise NotYetSupportedError("vectors of prompt adapters are not supported: they are trained to write.")
-    params, names = writer.wanted.sampling_params(state.llm.config.model.hidden_size), {"prompt": name}
+    params, names = writer.wanted.sampling_params(state.llm.config.model), {"prompt": name}
     state.llm.check_room(len(texts))
     prompts = []
     for text in texts:
@@ -85,15 +85,16 @@ class EmbeddingWriter(EventWriter):
     """
 
     def __init__(
-        self, body: PooledRequest, name: str, model: str, wanted: PoolingParams, turn: Turn, form: _Form
+        self, state: ServerState, body: PooledRequest, name: str, wanted: PoolingParams, turn: Turn, form: _Form
     ) -> None:
-        self.body, self.model, self.wanted, self.turn, self.form = body, model, wanted, turn, form
+        self.body, self.wanted, self.turn, self.form = body, wanted, turn, form
+        self.model, self.config = state.check_model(body.model), state.llm.config.model
         self.keep: Callable[[list[float]], Any] = asarray
         self._name = name
         self._vectors: dict[int, Any] = {}
 
     def take(self, delta: Delta) -> list[Event]:
-        self._vectors[delta.place] = self.keep(self.wanted.vector(delta.output))
+        self._vectors[delta.place] = self.keep(self.wanted.numbers(delta.output, self.config))
         return []
 
     @property
@@ -143,9 +144,10 @@ async def read_scores(state: ServerState, body: ScoreRequest, request_id: str) -
         head = {"id": f"rerank-{request_id}", "model": writer.model, "usage": writer.usage}
         return {**head, "results": results[: max(body.top_n or 0, 0) or None]}
 
-    model, texts = state.admit(body), queries + documents
+    state.admit(body)
+    texts = queries + documents
     wanted = PoolingParams(body.truncate_prompt_tokens, use_activation=body.use_activation)
-    writer = EmbeddingWriter(body, f"score-{request_id}", model, wanted, Turn(len(texts), 1, _RULES), form)
+    writer = EmbeddingWriter(state, body, f"score-{request_id}", wanted, Turn(len(texts), 1, _RULES), form)
     return await _asked(state, request_id, texts, writer, "text_2")
 
 

@@ -114,11 +114,11 @@ def test_flags_without_effect(line: str, warnings: list[str], caplog: pytest.Log
 @pytest.mark.parametrize(
     ("line", "message"),
     [
-        ("--convert classify", "^--convert is not supported yet for that: .* Classify and score with another server.$"),
+        ("--convert classify", "^--convert is not supported yet for that: .* says so.$"),
         ("--enable-eplb", "^--enable-eplb is not supported yet: experts stay on their ranks. Leave it out.$"),
         ("--eplb_config.window_size 3", "^--eplb-config is not supported yet"),
         ("-dcp 2", "^-dcp is not supported yet: .* Use tensor_parallel_size.$"),
-        ("--task embed", "^--task is not an option any more, .* embed by LLM.embed and /v1/embeddings.$"),
+        ("--task embed", "^--task is not an option any more, .* classify .LLM.classify, /classify..$"),
         ("--api-server-count=4", "has one value here, 1: one process answers HTTP .* behind a load balancer.$"),
     ],
 )
