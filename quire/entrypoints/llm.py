@@ -19,7 +19,7 @@ from quire.config.model import ModelConfig
 from quire.entrypoints.as_vllm import EngineArgs, LLMEngine, Metrics, as_vllms
 from quire.entrypoints.batches import Batches, beams_of, of_prompt
 from quire.entrypoints.not_yet import engine_args
-from quire.entrypoints.scoring import cosines, read_pairs
+from quire.entrypoints.scoring import cosines, pair_prompts, read_pairs
 from quire.entrypoints.vllm_names import lacking
 from quire.errors import InvalidRequestError, NotYetSupportedError, RequestFailedError, broken, require
 from quire.executor.inprocess import InProcessExecutor
@@ -290,12 +290,14 @@ class LLM:
         pooling_params: PoolingParams | None = None,
         lora_request: LoRARequest | Sequence[LoRARequest | None] | None = None,
         tokenization_kwargs: dict[str, Any] | None = None,
+        chat_template: str | None = None,
     ) -> list[ScoringRequestOutput]:
-        """How well texts go together: the cosine similarity of their vectors.
+        """How well texts go together: the cosine similarity of their vectors, or what a head for one class says.
 
         Args:
             data_1, data_2: texts, or lists of them, as many on both sides; or one text, for all of `data_2`.
             pooling_params, lora_request, tokenization_kwargs: as of `embed`.
+            chat_template: what writes both as one prompt, as messages of the roles query and document, for a head.
 
         Returns:
             One for each pair, in order; `outputs.score` is a number.
@@ -304,7 +306,11 @@ class LLM:
             InvalidRequestError, RequestFailedError: the texts are no pairs; or as `embed`.
         """
         queries, documents = read_pairs(data_1, data_2)
-        found = self.embed(queries + documents, use_tqdm, pooling_params, lora_request, tokenization_kwargs)
+        how = (use_tqdm, pooling_params, lora_request, tokenization_kwargs)
+        if self.model_config.num_labels:
+            prompts = pair_prompts(self.model_config, self.llm_engine.tokenizer, queries, documents, chat_template)
+            return self._pooled("classify", ScoringRequestOutput, lambda row: ScoringOutput(row[0]), prompts, *how)
+        found = self.embed(queries + documents, *how)
         scores = cosines([one.outputs.embedding for one in found], len(queries))
         firsts = found[: len(queries)] * (len(documents) // len(queries))
         outputs: list[ScoringRequestOutput] = []

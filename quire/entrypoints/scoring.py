@@ -1,6 +1,7 @@
-"""Scores of pairs of texts: which of them go together, and what is made of the model's vectors.
+"""Scores of pairs of texts: which go together, as what prompts they are read, and what is made of a model's vectors.
 
-`LLM.score` and the server's /score and /rerank call it. Knows no engine.
+A model without a head reads each text by itself; one with a head for one class reads both together. `LLM.score` and
+the server's /score and /rerank call it. Knows no engine.
 """
 
 from collections.abc import Sequence
@@ -8,7 +9,11 @@ from typing import Any
 
 import numpy as np
 
+from quire.config.model import ModelConfig
 from quire.errors import InvalidRequestError, require
+from quire.inputs import PromptType
+from quire.text.conversation import Conversation
+from quire.text.tokenizer import Tokenizer
 
 
 def read_pairs(data_1: Any, data_2: Any) -> tuple[list[str], list[str]]:
@@ -32,6 +37,32 @@ def read_pairs(data_1: Any, data_2: Any) -> tuple[list[str], list[str]]:
         what = f"{len(queries)} and {len(documents)} texts are no pairs"
         raise InvalidRequestError(f"{what}: give 1 and 1, 1 and N, or N and N.", "data_1")
     return queries, documents
+
+
+def pair_prompts(
+    model: ModelConfig, tokenizer: Tokenizer | None, queries: list[str], documents: list[str], template: str | None
+) -> list[PromptType]:
+    """Pairs as prompts of a model with a head: as the template (of the roles query and document) writes them.
+
+    Without one they are what the tokenizer makes of two texts; or, as for vLLM, one text where the head is made of a
+    model's that generates.
+
+    Raises:
+        InvalidRequestError: the head is for several classes, there is no tokenizer, or the template refuses them.
+    """
+    if model.num_labels > 1:
+        what = f"this model's head is for {model.num_labels} classes, and scores are of one"
+        raise InvalidRequestError(f"{what}: take LLM.classify, or /classify.", "data_1")
+    if tokenizer is None:
+        raise InvalidRequestError("scores need a tokenizer, but skip_tokenizer_init=True.", "data_1")
+    pairs = zip(queries * (len(documents) // len(queries)), documents, strict=True)
+    if template is not None:
+        turns = ([{"role": "query", "content": a}, {"role": "document", "content": b}] for a, b in pairs)
+        told: Any = {"chat_template": template, "add_generation_prompt": False}
+        return [tokenizer.render(Conversation(messages=messages, **told)) for messages in turns]
+    if model.hf_config.get("use_sep_token", "classifier_from_token" not in model.hf_config):
+        return [tokenizer.encode_pair(query, document) for query, document in pairs]
+    return [query + document for query, document in pairs]
 
 
 def cosines(vectors: Sequence[Any], num_queries: int) -> list[float]:

@@ -175,6 +175,11 @@ class Tokenizer:
             message = "the text holds a lone surrogate (U+D800 to U+DFFF), which no text can; drop it."
             raise InvalidRequestError(message, "prompt") from None
 
+    def encode_pair(self, text: str, pair: str) -> list[int]:
+        """Token ids of two texts with the special tokens between and around them. Raises as `encode` does."""
+        one_by_one = self.encode(text) + self.encode(pair)
+        return self._backend.encode(text, True, pair) if isinstance(self._backend, FastBackend) else one_by_one
+
     def decode(self, token_ids: Sequence[int] | int, skip_special_tokens: bool = False) -> str:
         """Text of token ids, as transformers' with its special tokens unless told otherwise.
 

@@ -159,3 +159,23 @@ def test_what_a_head_is_not_for(llm: LLM, tmp_path: Path) -> None:
         LLM("demo", hf_overrides={"architectures": ["LlamaForSequenceClassification"]})
     with pytest.raises(ModelLoadError, match=r"num_labels = 0; it must be a whole number from 1"):
         LLM(path, hf_overrides={"num_labels": 0}, skip_tokenizer_init=True)
+
+
+def test_two_texts_as_one_prompt(tmp_path: Path) -> None:
+    """As transformers' tokenizer makes it of a pair; or as a template does, where one is given."""
+    transformers = pytest.importorskip("transformers")
+    tokens = transformers.AutoTokenizer.from_pretrained(LLM("demo", num_kv_blocks=16).model_config.path)
+    theirs, path = classifier("qwen3", tmp_path, num_labels=1, vocab_size=len(tokens))
+    tokens.save_pretrained(path)
+    llm = LLM(path, dtype="float32", num_kv_blocks=64)
+    prompts = [tokens(QUERY, text_pair=text).input_ids for text in DOCUMENTS]
+    with torch.inference_mode():
+        expected = [theirs(torch.tensor([ids])).logits[0].sigmoid().item() for ids in prompts]
+    found = llm.score(QUERY, DOCUMENTS, **QUIET)
+    assert [one.prompt_token_ids for one in found] == prompts
+    assert [one.outputs.score for one in found] == pytest.approx(expected, abs=1e-4)
+    alone = [scores(llm, QUERY, text)[0] for text in DOCUMENTS]
+    assert [one.outputs.score for one in found] == alone
+    template = "{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}"
+    (one,) = llm.score("a", "b", chat_template=template, **QUIET)
+    assert one.prompt_token_ids == tokens("<query>a<document>b").input_ids

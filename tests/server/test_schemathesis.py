@@ -40,7 +40,15 @@ POSTS = [
     *("/v1/responses", "/v1/responses/input_tokens", "/v1/messages", "/v1/messages/count_tokens"),
     *("/v1/completions/render", "/v1/chat/completions/render", "/apply-template"),
     *("/completion", "/api/chat", "/api/generate", "/api/show", "/v1/embeddings"),
-    *("/v1/score", "/v1/rerank", "/embedding", "/api/embed", "/api/embeddings", "/v1/chat/completions/batch"),
+    *(
+        "/v1/score",
+        "/v1/rerank",
+        "/classify",
+        "/embedding",
+        "/api/embed",
+        "/api/embeddings",
+        "/v1/chat/completions/batch",
+    ),
 ]
 # Bodies that others have, too, or that are read as theirs.
 _READ_SO = ("/render", "_tokens", "-template", "/embedding", "/batch")

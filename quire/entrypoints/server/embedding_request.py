@@ -49,6 +49,8 @@ class EmbeddingRequest(PooledRequest, Templated, json_schema_extra=EITHER_INPUT)
     """Keep the first k numbers of a vector."""
     normalize: bool | None = None
     """To length 1, by default; use_activation is vLLM's newer name of the same."""
+    task: Literal["embed", "classify"] | None = None
+    """By default what the model can: it embeds, or with a head for classes it classifies."""
     add_special_tokens: bool | None = None
     """By default true for input, false for messages."""
 

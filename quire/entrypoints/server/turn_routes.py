@@ -17,7 +17,7 @@ from quire.entrypoints.server.chat_request import ChatBatchRequest, ChatCompleti
 from quire.entrypoints.server.completion_request import CompletionRequest
 from quire.entrypoints.server.dialects.chat import read_chat, read_chats
 from quire.entrypoints.server.dialects.completions import read_completion
-from quire.entrypoints.server.dialects.embeddings import read_embedding, read_pooling, read_scores
+from quire.entrypoints.server.dialects.embeddings import read_classes, read_embedding, read_pooling, read_scores
 from quire.entrypoints.server.dialects.messages import read_message
 from quire.entrypoints.server.dialects.through_chat import validated
 from quire.entrypoints.server.embedding_request import EmbeddingRequest, RerankRequest, ScoreRequest
@@ -69,6 +69,12 @@ async def create_embedding(body: EmbeddingRequest, request: Request) -> Response
 async def create_pooling(body: EmbeddingRequest, request: Request) -> Response:
     """Texts as vectors."""
     return await respond(request, EventService(get_state(request), read_pooling), body)
+
+
+@router.post("/classify", tags=["scores"])  # as vLLM has it
+async def create_classes(body: EmbeddingRequest, request: Request) -> Response:
+    """How likely texts are of each class, by a model with a head for them."""
+    return await respond(request, EventService(get_state(request), read_classes), body)
 
 
 @router.post("/v1/score", tags=["scores"])

@@ -15,7 +15,7 @@ import msgspec
 from numpy import asarray
 
 from quire.engine.terms import check_terms
-from quire.entrypoints.scoring import cosines, read_pairs
+from quire.entrypoints.scoring import cosines, pair_prompts, read_pairs
 from quire.entrypoints.server.dialects.llama_cpp import tokens_of
 from quire.entrypoints.server.dialects.through_chat import validated
 from quire.entrypoints.server.embedding_request import EmbeddingRequest, PooledRequest, RerankRequest, ScoreRequest
@@ -41,11 +41,13 @@ _TURNS = ("add_generation_prompt", "continue_final_message")  # here off by defa
 
 
 async def read_embedding(
-    state: ServerState, body: EmbeddingRequest, request_id: str, form: _Form | None = None
+    state: ServerState, body: EmbeddingRequest, request_id: str, form: _Form | None = None, task: str | None = "embed"
 ) -> _Asked:
-    """See `Read`. `form`: of the answer, where it is not OpenAI's."""
+    """See `Read`. `form`: of the answer, where it is not OpenAI's; `task`: what is done, if the body doesn't say."""
     state.admit(body)
-    wanted = PoolingParams(body.truncate_prompt_tokens, body.dimensions, body.normalize, body.use_activation)
+    wanted = PoolingParams(
+        body.truncate_prompt_tokens, body.dimensions, body.normalize, body.use_activation, body.task or task
+    )
     of_chat, texts = is_chat(body, "input"), body.input
     special = not of_chat if body.add_special_tokens is None else body.add_special_tokens
     if of_chat:
@@ -53,8 +55,11 @@ async def read_embedding(
         turns |= {"chat_template": body.chat_template, "chat_template_kwargs": body.chat_template_kwargs}
         texts = [await conversation_text(state, each, **turns) for each in body.messages]
     turn, form = Turn(len(texts), 1, _RULES), form or EmbeddingWriter.openai
-    writer = EmbeddingWriter(state, body, f"embd-{request_id}", wanted, turn, form)
-    writer.keep = partial(_shown, body.encoding_format == "base64")
+    tells_classes = form is EmbeddingWriter.classes
+    name = f"{'classify' if tells_classes else 'embd'}-{request_id}"
+    writer = EmbeddingWriter(state, body, name, wanted, turn, form)
+    if not tells_classes:
+        writer.keep = partial(_shown, body.encoding_format == "base64")
     return await _asked(state, request_id, texts, writer, "messages" if of_chat else "input", special)
 
 
@@ -119,14 +124,23 @@ class EmbeddingWriter(EventWriter):
         """In OpenAI's form."""
         return self.listed([{"object": kind, "index": place, key: one} for place, one in enumerate(self.vectors)])
 
+    def classes(self) -> dict[str, Any]:
+        """Each text's probabilities, and the class that is the likeliest, as vLLM shows them."""
+        labels, data = self.config.hf_config.get("id2label") or {}, []
+        for place, probs in enumerate(self.vectors):
+            label = labels.get(str(probs.argmax()), f"LABEL_{probs.argmax()}")
+            data.append({"index": place, "label": label, "probs": probs.tolist(), "num_classes": len(probs)})
+        return self.listed(data)
+
     def listed(self, data: list[dict[str, Any]]) -> dict[str, Any]:
         """Entries, with what goes around them."""
         head = {"id": self._name, "object": "list", "created": int(time.time()), "model": self.model}
         return {**head, "data": data, "usage": self.usage}
 
 
-# /pooling's, as vLLM has it: the same vectors, each as an entry's data.
-read_pooling = partial(read_embedding, form=partial(EmbeddingWriter.openai, kind="pooling", key="data"))
+# /pooling's, as vLLM has it: the same vectors, each as an entry's data; and /classify's.
+read_pooling = partial(read_embedding, form=partial(EmbeddingWriter.openai, kind="pooling", key="data"), task=None)
+read_classes = partial(read_embedding, form=EmbeddingWriter.classes, task="classify")
 
 
 async def read_scores(state: ServerState, body: ScoreRequest, request_id: str) -> _Asked:
@@ -134,7 +148,8 @@ async def read_scores(state: ServerState, body: ScoreRequest, request_id: str) -
     queries, documents = read_pairs(body.text_1, body.text_2)
 
     def form(writer: EmbeddingWriter) -> dict[str, Any]:
-        scores = enumerate(cosines(writer.vectors, len(queries)))
+        rows = writer.vectors
+        scores = enumerate([float(row[0]) for row in rows] if model.num_labels else cosines(rows, len(queries)))
         if not isinstance(body, RerankRequest):
             return writer.listed([{"index": place, "object": "score", "score": score} for place, score in scores])
         results = [
@@ -145,7 +160,10 @@ async def read_scores(state: ServerState, body: ScoreRequest, request_id: str) -
         return {**head, "results": results[: max(body.top_n or 0, 0) or None]}
 
     state.admit(body)
-    texts = queries + documents
+    model, texts = state.llm.config.model, queries + documents
+    if model.num_labels:
+        template = state.args.chat_template
+        texts = await asyncio.to_thread(pair_prompts, model, state.llm.tokenizer, queries, documents, template)
     wanted = PoolingParams(body.truncate_prompt_tokens, use_activation=body.use_activation)
     writer = EmbeddingWriter(state, body, f"score-{request_id}", wanted, Turn(len(texts), 1, _RULES), form)
     return await _asked(state, request_id, texts, writer, "text_2")

@@ -199,11 +199,11 @@ def test_a_path_of_many_parts_is_refused_at_once(client: TestClient) -> None:
 
 
 def test_routes_of_what_models_here_do_not_do_say_so(client: TestClient) -> None:
-    for path in ("/classify", "/v1/classify", "/generative_scoring"):
+    for path in ("/generative_scoring", "/v1/generative_scoring"):
         answer = client.post(path, json={"query": "x"})
         error = answer.json()["error"]
         assert (answer.status_code, error["code"]) == (404, "not_found")
-        assert "scores of two texts (/score, /rerank)" in error["message"]
+        assert "/score and /rerank score texts" in error["message"]
     answer = client.post("/v1/audio/transcriptions", files={"file": b"x"})
     assert (answer.status_code, "text only" in answer.text) == (404, True)
 

@@ -83,3 +83,86 @@ def test_refusals(shared_client: TestClient, path: str, body: dict[str, Any], sa
     answer = shared_client.post(path, json=body)
     assert answer.status_code == 400, answer.text
     assert said in answer.json()["error"]["message"]
+
+
+CLASSIFIER = {"architectures": ["LlamaForSequenceClassification"], "id2label": {"0": "bad", "1": "good"}}
+
+
+@pytest.fixture
+def headed(make_server: Any) -> Any:
+    """Makes a server whose model has a head; its logits are [number of tokens / 8, 0, ...]."""
+
+    def make(num_labels: int, **options: Any) -> Any:
+        overrides = CLASSIFIER | {"num_labels": num_labels}
+        server = make_server({"hf_overrides": overrides}, **options)
+        server.core.pooled = lambda token_ids: [len(token_ids) / 8, *[0.0] * (num_labels - 1)]
+        return server
+
+    return make
+
+
+def sigmoid(value: float) -> float:
+    return 1 / (1 + math.exp(-value))
+
+
+def test_classes_in_vllms_form(headed: Any) -> None:
+    server = headed(2)
+    with TestClient(server.app) as client:
+        answer = post(client, "/classify", input=["a", "b c d"], model="demo")
+        counts = [len(request.prompt_token_ids) for request in server.core.requests]
+        assert (answer["object"], answer["model"], answer["id"][:9]) == ("list", "demo", "classify-")
+        for place, count in enumerate(counts):
+            entry, prob = answer["data"][place], sigmoid(count / 8)
+            assert entry == {"index": place, "label": "bad", "probs": pytest.approx([prob, 1 - prob]), "num_classes": 2}
+        total = sum(counts)
+        assert answer["usage"] == {"prompt_tokens": total, "total_tokens": total, "completion_tokens": 0}
+        raw = post(client, "/v1/classify", input=[[5, 6]], use_activation=False)
+        assert raw["data"][0]["probs"] == [0.25, 0]
+        assert post(client, "/classify", messages=[{"role": "user", "content": "Hi"}])["data"][0]["num_classes"] == 2
+        for body in ({}, {"task": "classify"}):
+            assert post(client, "/pooling", input=[[5, 6]], use_activation=False, **body)["data"][0]["data"] == [
+                0.25,
+                0,
+            ]
+
+
+def test_pairs_as_one_prompt(headed: Any) -> None:
+    server = headed(1)
+    tokenizer = server.core.tokenizer
+    with TestClient(server.app) as client:
+        answer = post(client, "/score", text_1=QUERY, text_2=DOCUMENTS)
+        prompts = [request.prompt_token_ids for request in server.core.requests]
+        assert prompts == [tokenizer.encode_pair(QUERY, text) for text in DOCUMENTS]
+        scores = [sigmoid(len(prompt) / 8) for prompt in prompts]
+        assert [entry["score"] for entry in answer["data"]] == pytest.approx(scores)
+        ranked = post(client, "/rerank", query=QUERY, documents=DOCUMENTS, top_n=1)["results"]
+        assert [(one["index"], one["relevance_score"]) for one in ranked] == [(0, pytest.approx(scores[0]))]
+
+
+def test_pairs_by_the_operators_template(headed: Any) -> None:
+    template = "{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}"
+    server = headed(1, chat_template=template)
+    with TestClient(server.app) as client:
+        post(client, "/score", text_1=QUERY, text_2="b")
+    assert server.request.prompt_token_ids == server.core.tokenizer.encode("<query>a<document>b")
+
+
+def test_what_a_head_is_not_for(headed: Any, shared_client: TestClient) -> None:
+    with TestClient(headed(2).app) as client:
+        for path, body, said in (
+            ("/v1/completions", {"prompt": "a"}, "has a head for classes, and generates no text: take LLM.classify"),
+            ("/v1/chat/completions", {"messages": [{"role": "user", "content": "a"}]}, "and generates no text"),
+            ("/v1/embeddings", {"input": "a"}, "task='embed' is not supported: this model classifies texts"),
+            (
+                "/score",
+                {"text_1": "a", "text_2": "b"},
+                "head is for 2 classes, and scores are of one: take LLM.classify",
+            ),
+            ("/classify", {"input": "a", "dimensions": 2}, "dimensions = 2 is more than this model's vectors have, 0"),
+        ):
+            answer = client.post(path, json=body)
+            assert (answer.status_code, said in answer.text) == (400, True), answer.text
+        assert client.get("/v1/models").json()["data"][0]["id"] == "demo"
+    for path in ("/classify", "/pooling"):
+        answer = shared_client.post(path, json={"input": "a", "task": "classify"})
+        assert (answer.status_code, "this model has no head to classify texts with" in answer.text) == (400, True)
