@@ -222,6 +222,13 @@ class ConfigReader:
         """Classes that the model's head tells apart, as transformers has it; 0 where it is for tokens."""
         if not self.architecture.endswith(CLASSIFIER):
             return 0
+        if (tokens := self.get("classifier_from_token")) is not None:
+            two = self.get("is_original_qwen3_reranker") or self.get("method") == "from_2_way_softmax"
+            fits = isinstance(tokens, list) and tokens and all(isinstance(token, str) for token in tokens)
+            if not fits or (two and len(tokens) != 2) or not (two or self.get("method") == "no_post_processing"):
+                what = "a list of tokens with the method 'no_post_processing', or of two with 'from_2_way_softmax'"
+                raise self.error(f"has classifier_from_token = {tokens!r}; it must be {what}.")
+            return 1 if two else len(tokens)
         labels = self.get("id2label", default={})
         return self.positive_int("num_labels", default=len(labels) if isinstance(labels, dict) and labels else 2)
 

@@ -179,3 +179,54 @@ def test_two_texts_as_one_prompt(tmp_path: Path) -> None:
     template = "{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}"
     (one,) = llm.score("a", "b", chat_template=template, **QUIET)
     assert one.prompt_token_ids == tokens("<query>a<document>b").input_ids
+
+
+QWEN3_RERANKER = {
+    "architectures": ["Qwen3ForSequenceClassification"],
+    "classifier_from_token": ["no", "Ġyes"],
+    "is_original_qwen3_reranker": True,
+}
+
+
+@pytest.mark.parametrize("name", ["qwen3", "qwen3-window-tied"])
+@pytest.mark.parametrize("options", [{}, {"tensor_parallel_size": 2}, {"quantization": "int8"}], ids=str)
+def test_qwen3_reranker_as_published(name: str, options: dict[str, Any], tmp_path: Path) -> None:
+    """A model that generates, asked how much likelier one token comes next than another."""
+    transformers = pytest.importorskip("transformers")
+    tokens = transformers.AutoTokenizer.from_pretrained(LLM("demo", num_kv_blocks=16).model_config.path)
+    sys.path.append(str(Path(__file__).parent.parent / "parity"))
+    tiny: Any = importlib.import_module("tiny_models")
+    torch.manual_seed(5)
+    config = transformers.Qwen3Config(**tiny.CASES[name][2] | {"vocab_size": len(tokens)})
+    theirs = transformers.Qwen3ForCausalLM(config).eval()
+    theirs.save_pretrained(tmp_path)
+    tokens.save_pretrained(tmp_path)
+    given = {"dtype": "float32", "num_kv_blocks": 64, **options}
+    llm = LLM(str(tmp_path), hf_overrides=QWEN3_RERANKER, **given)
+    no, yes = tokens.convert_tokens_to_ids(["no", "Ġyes"])
+    expected: list[float] = []
+    for text in DOCUMENTS:
+        ids = tokens(QUERY + text).input_ids
+        with torch.inference_mode():
+            logits = theirs(torch.tensor([ids])).logits[0, -1]
+        expected.append((logits[yes] - logits[no]).sigmoid().item())
+    found = llm.score(QUERY, DOCUMENTS, **QUIET)
+    assert found[0].prompt_token_ids == tokens(QUERY + DOCUMENTS[0]).input_ids
+    near = 0.1 if options.get("quantization") else 1e-4
+    assert [one.outputs.score for one in found] == pytest.approx(expected, abs=near)
+    llm.llm_engine.shutdown()
+    if options or name != "qwen3":
+        return
+    overrides = {**QWEN3_RERANKER, "is_original_qwen3_reranker": False, "method": "no_post_processing"}
+    both = LLM(str(tmp_path), hf_overrides=overrides, **given)
+    (one,) = both.classify(QUERY + DOCUMENTS[0], **QUIET)
+    assert one.outputs.probs == pytest.approx([1 - expected[0], expected[0]], abs=1e-4)
+    with pytest.raises(InvalidRequestError, match="head is for 2 classes, and scores are of one: take LLM.classify"):
+        both.score("a", "b", **QUIET)
+    for wrong, said in (
+        ({"classifier_from_token": ["no", "never-a-token"]}, "has a token that .* does not have"),
+        ({"classifier_from_token": ["no"]}, "it must be a list of tokens with the method"),
+        ({"is_original_qwen3_reranker": False}, "it must be a list of tokens with the method"),
+    ):
+        with pytest.raises(ModelLoadError, match=said):
+            LLM(str(tmp_path), hf_overrides=QWEN3_RERANKER | wrong, **given)

@@ -51,7 +51,7 @@ POSTS = [
     ),
 ]
 # Bodies that others have, too, or that are read as theirs.
-_READ_SO = ("/render", "_tokens", "-template", "/embedding", "/batch")
+_READ_SO = ("/render", "_tokens", "-template", "/embedding", "/batch", "/score", "/rerank", "/classify")
 ALIKE = [path for path in POSTS if path.endswith(_READ_SO) or path.startswith("/api/")]
 GETS = [
     *(

@@ -84,7 +84,8 @@ def place_of(config: ModelConfig, quantization: str | None, limit: int, part: Se
     names = ("vocab_size", "hidden_size", "intermediate_size", "num_layers", "num_heads", "num_kv_heads", "head_dim")
     shapes = [getattr(config, name) for name in (*names, "tie_word_embeddings", "layer_windows")]
     rotated = [each.get("partial_rotary_factor") for each in (config.hf_config, config.rope_parameters)]
-    layout = json.dumps([config.architecture, config.dtype, quantization, shapes, rotated, *part])
+    head = [config.num_labels, config.hf_config.get("classifier_from_token")] if config.num_labels else []
+    layout = json.dumps([config.architecture, config.dtype, quantization, shapes, rotated, *head, *part])
     weights = config.dtype if quantization is None else f"{quantization} ({config.dtype})"
     return find_place(weight_files(config.path), config.model, weights, layout, limit)
 
