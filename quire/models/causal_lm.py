@@ -89,12 +89,9 @@ class CausalLM(nn.Module):
             backbone.norm = backbone.project_out = None
         builder.context.assign_groups()
         self.assign_groups = builder.context.assign_groups
-        self.form = form
+        self.form = replace(form, names=(*form.names, ("lm_head.", "score."))) if self.classifies else form
         self._logit_scale, self._logit_softcap = logit_scale, logit_softcap
-        if self.classifies:
-            self.form = form = replace(form, names=(*form.names, ("lm_head.", "score.")))
-            self._logit_scale = self._logit_softcap = None
-        slots = weight_slots(self, form)
+        slots = weight_slots(self, self.form)
         self.filled_weights = {name for name, slot in slots.items() if slot.filled}
         self.missing_weights = slots.keys() - self.filled_weights
         self.elsewhere: set[str] = set()

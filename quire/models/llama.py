@@ -178,7 +178,7 @@ def build_llama(config: ModelConfig, builder: Builder, shape: LlamaShape) -> Cau
     final_norm = norm(body) if shape.final_norm else None
     decoder = Decoder(embedding, layers, final_norm, positions, shape.embed_scale, projections)
     scales = {"logit_scale": shape.logit_scale, "logit_softcap": shape.logit_cap}
-    return CausalLM(config, builder, decoder, shape.form, **scales)
+    return CausalLM(config, builder, decoder, shape.form, **({} if config.num_labels else scales))
 
 
 def gated_mlp(config: ModelConfig, bias: bool = False, fused: bool = False, activation: str = "") -> FeedForward:
