@@ -76,6 +76,7 @@ def test_reranking_in_jinas_and_coheres_form(server: Any, client: TestClient, pa
         ("/rerank", {"query": ["a"], "documents": ["b"]}, "query"),
         ("/rerank", {"query": "a", "documents": [{"title": "b"}]}, "documents"),
         ("/rerank", {"query": "a", "documents": ["b"], "top_n": "2"}, "top_n"),
+        ("/rerank", {"query": "a", "documents": ["b"], "max_tokens_per_doc": 9}, "truncate_prompt_tokens keeps"),
         ("/rerank", {"query": "a", "documents": ["b " * 200]}, "maximum context length is 128"),
     ],
 )
