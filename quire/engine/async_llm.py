@@ -42,7 +42,7 @@ _Prompt = PromptType | PreparedPrompt
 Starter = Callable[[EngineArgs, EngineConfig, AsyncOptions], CoreClient]
 _MODES = ("abort", "wait", "keep")  # what becomes of requests that run
 _LONGEST_ID = 64  # characters of a caller's id that the engine's own has
-_ONE_TOKEN = SamplingParams(max_tokens=1, temperature=0.0, detokenize=False)  # for the sake of its prompt
+_PROMPT_ALONE: Any = PoolingParams()  # a request for the sake of its prompt, of any model
 _FAILED = "the engine failed to compute this request; the server's log says why."
 
 
@@ -185,7 +185,7 @@ class AsyncLLM:
         self._external[internal] = external
         self._admission.queued.add(internal)
         try:
-            loads = params is _ONE_TOKEN
+            loads = params is _PROMPT_ALONE
             if not isinstance(prompt, PreparedPrompt):
                 prompt, params = await self.prepare(prompt, params or self.get_default_sampling_params()), None
             processed = self._inputs.processor.process(external, prompt, params, came, now, terms)
@@ -236,7 +236,7 @@ class AsyncLLM:
         """
         if self._admission.keeps:
             return await self.find_adapter(lora_request) is not None
-        async for _ in self.generate({"prompt_token_ids": [0]}, _ONE_TOKEN, lora_request=lora_request):
+        async for _ in self.generate({"prompt_token_ids": [0]}, _PROMPT_ALONE, lora_request=lora_request):
             pass
         return True
 
@@ -290,7 +290,7 @@ class AsyncLLM:
         self, prompt: PromptType, name: str | None = None, add_special_tokens: bool = True
     ) -> PinnedPrefix:
         """Compute a prompt, once no pause is on, and keep its blocks until they are unpinned: see `LLM.pin_prefix`."""
-        prepared = await self.prepare(prompt, _ONE_TOKEN, add_special_tokens)
+        prepared = await self.prepare(prompt, _PROMPT_ALONE, add_special_tokens)
         async for _ in self.generate(prepared):
             pass
         name = name or f"prefix-{next(self._ids)}"

@@ -1,5 +1,6 @@
 """Scores of pairs of texts, and classes of texts: transformers' numbers, whatever else runs."""
 
+import asyncio
 import importlib
 import math
 import sys
@@ -8,9 +9,12 @@ from typing import Any
 
 import pytest
 import torch
+from loras import factors, write_adapter
 
-from quire import LLM, PoolingParams, SamplingParams
+from quire import LLM, AsyncLLM, AsyncOptions, PoolingParams, SamplingParams
+from quire.config.engine_args import EngineArgs
 from quire.errors import InvalidRequestError, ModelLoadError
+from quire.lora.request import LoRARequest
 
 QUERY = "Where did the fox live?"
 DOCUMENTS = ["The fox lived in the wood.", "Tom had a red ball.", "Once upon a time there was a king. " * 8]
@@ -230,3 +234,31 @@ def test_qwen3_reranker_as_published(name: str, options: dict[str, Any], tmp_pat
     ):
         with pytest.raises(ModelLoadError, match=said):
             LLM(str(tmp_path), hf_overrides=QWEN3_RERANKER | wrong, **given)
+
+
+def test_adapters_and_pins_of_a_model_with_a_head(tmp_path: Path) -> None:
+    """An adapter merged into transformers' model; and the engine of servers, which loads it before it is asked for."""
+    theirs, path = classifier("llama", tmp_path / "model")
+    tensors = factors(
+        {"model.layers.0.self_attn.q_proj": (32, 32), "model.layers.1.mlp.down_proj": (32, 52)}, 4, 3, 0.5
+    )
+    adapter = LoRARequest("voice", 1, str(write_adapter(tmp_path / "voice", tensors, 4)))
+    expected = [theirs_probs(theirs, lambda logits: logits.softmax(-1))]
+    with torch.no_grad():
+        for name in ("layers.0.self_attn.q_proj", "layers.1.mlp.down_proj"):
+            a, b = (tensors[f"base_model.model.model.{name}.lora_{end}.weight"] for end in "AB")
+            theirs.get_submodule(f"model.{name}").weight += 2 * b @ a
+    expected.append(theirs_probs(theirs, lambda logits: logits.softmax(-1)))
+    options = EngineArgs(path, dtype="float32", skip_tokenizer_init=True, num_kv_blocks=64, enable_lora=True)
+    engine = AsyncLLM.from_engine_args(options, options=AsyncOptions(engine="thread"))
+
+    async def check() -> None:
+        assert await engine.add_lora(adapter)
+        assert (await engine.pin_prefix({"prompt_token_ids": TOKENS[2]}, "long")).name == "long"
+        for lora, probs in zip((None, adapter), expected, strict=True):
+            for tokens, wanted in zip(TOKENS, probs, strict=True):
+                (one,) = [each async for each in engine.encode({"prompt_token_ids": tokens}, lora_request=lora)]
+                torch.testing.assert_close(one.outputs.data, wanted, atol=1e-4, rtol=0)
+
+    asyncio.run(check())
+    engine.shutdown()
