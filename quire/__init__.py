@@ -17,8 +17,10 @@ _NAMES = {
     "quire.structured_outputs": ("StructuredOutputsParams", "GuidedDecodingParams"),
     "quire.outputs": (
         *("RequestOutput", "CompletionOutput", "Logprob", "BeamSearchOutput", "BeamSearchSequence", "EmbeddingOutput"),
-        *("EmbeddingRequestOutput", "PoolingOutput", "PoolingRequestOutput", "ScoringOutput", "ScoringRequestOutput"),
-        *("ClassificationOutput", "ClassificationRequestOutput"),
+        *("EmbeddingRequestOutput", "PoolingOutput", "PoolingRequestOutput"),
+    ),
+    "quire.entrypoints.scoring": (
+        *("ClassificationOutput", "ClassificationRequestOutput", "ScoringOutput", "ScoringRequestOutput"),
     ),
     "quire.pooling_params": ("PoolingParams",),
     "quire.lora.request": ("LoRARequest", "PromptAdapterRequest"),

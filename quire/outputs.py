@@ -136,38 +136,8 @@ class PoolingRequestOutput:
     finished: bool = True
 
 
-@dataclass(slots=True)
 class EmbeddingRequestOutput(PoolingRequestOutput):
     """The same; `outputs` is an EmbeddingOutput."""
-
-
-@dataclass(slots=True)
-class ClassificationOutput:
-    """How likely a text is of each class."""
-
-    probs: list[float]
-
-    @property
-    def num_classes(self) -> int:
-        """How many there are."""
-        return len(self.probs)
-
-
-@dataclass(slots=True)
-class ClassificationRequestOutput(PoolingRequestOutput):
-    """The same; `outputs` is a ClassificationOutput."""
-
-
-@dataclass(slots=True)
-class ScoringOutput:
-    """How well two texts go together."""
-
-    score: float
-
-
-@dataclass(slots=True)
-class ScoringRequestOutput(PoolingRequestOutput):
-    """The same; `outputs` is a ScoringOutput, and the prompt that of both texts."""
 
 
 @dataclass(slots=True)

@@ -45,11 +45,9 @@ class PoolingParams(msgspec.Struct, metaclass=NamesUnknownKeywords):
 
     def sampling_params(self, model: ModelConfig) -> SamplingParams:
         """What a prompt is prepared with; InvalidRequestError where the model has none of that."""
-        if self.task not in (None, "classify" if model.num_labels else "embed"):
-            said = (
-                "classifies texts, and makes no vectors" if model.num_labels else "has no head to classify texts with"
-            )
-            raise InvalidRequestError(f"task={self.task!r} is not supported: this model {said}.", "task")
+        does = "classify" if model.num_labels else "embed"
+        if self.task not in (None, does):
+            raise InvalidRequestError(f"task={self.task!r} is not supported: this model can {does} texts.", "task")
         size = 0 if model.num_labels else model.hidden_size
         if (self.dimensions or 0) > size:
             message = f"dimensions = {self.dimensions} is more than this model's vectors have, {size}."

@@ -73,8 +73,9 @@ class InputProcessor:
         if pools := isinstance(params, PoolingParams):
             params = params.sampling_params(self._model)
         elif self._model.num_labels:
-            remedy = "take LLM.classify, LLM.score, or /classify, /score and /rerank"
-            raise InvalidRequestError(f"this model has a head for classes, and generates no text: {remedy}.", "params")
+            raise InvalidRequestError(
+                "this model classifies, and writes no text: see LLM.classify, /classify.", "params"
+            )
         require(isinstance(params, SamplingParams), "params", params, "SamplingParams")
         params = params.clone()  # the engine's copy: a caller may change or reuse theirs
         limit = self._model.max_model_len

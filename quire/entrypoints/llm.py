@@ -19,7 +19,15 @@ from quire.config.model import ModelConfig
 from quire.entrypoints.as_vllm import EngineArgs, LLMEngine, Metrics, as_vllms
 from quire.entrypoints.batches import Batches, beams_of, of_prompt
 from quire.entrypoints.not_yet import engine_args
-from quire.entrypoints.scoring import cosines, pair_prompts, read_pairs
+from quire.entrypoints.scoring import (
+    ClassificationOutput,
+    ClassificationRequestOutput,
+    ScoringOutput,
+    ScoringRequestOutput,
+    cosines,
+    pair_prompts,
+    read_pairs,
+)
 from quire.entrypoints.vllm_names import lacking
 from quire.errors import InvalidRequestError, NotYetSupportedError, RequestFailedError, broken, require
 from quire.executor.inprocess import InProcessExecutor
@@ -27,15 +35,11 @@ from quire.inputs import PromptType
 from quire.lora.request import LoRARequest, PromptAdapterRequest
 from quire.outputs import (
     BeamSearchOutput,
-    ClassificationOutput,
-    ClassificationRequestOutput,
     EmbeddingOutput,
     EmbeddingRequestOutput,
     PoolingOutput,
     PoolingRequestOutput,
     RequestOutput,
-    ScoringOutput,
-    ScoringRequestOutput,
 )
 from quire.pooling_params import PoolingParams
 from quire.protocol.cache import PinnedPrefix

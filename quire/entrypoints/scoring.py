@@ -5,6 +5,7 @@ the server's /score and /rerank call it. Knows no engine.
 """
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -12,8 +13,36 @@ import numpy as np
 from quire.config.model import ModelConfig
 from quire.errors import InvalidRequestError, require
 from quire.inputs import PromptType
+from quire.outputs import PoolingRequestOutput
 from quire.text.conversation import Conversation
 from quire.text.tokenizer import Tokenizer
+
+
+@dataclass(slots=True)
+class ClassificationOutput:
+    """How likely a text is of each class."""
+
+    probs: list[float]
+
+    @property
+    def num_classes(self) -> int:
+        """How many there are."""
+        return len(self.probs)
+
+
+class ClassificationRequestOutput(PoolingRequestOutput):
+    """The same; `outputs` is a ClassificationOutput."""
+
+
+@dataclass(slots=True)
+class ScoringOutput:
+    """How well two texts go together."""
+
+    score: float
+
+
+class ScoringRequestOutput(PoolingRequestOutput):
+    """The same; `outputs` is a ScoringOutput, and the prompt that of both texts."""
 
 
 def read_pairs(data_1: Any, data_2: Any) -> tuple[list[str], list[str]]:

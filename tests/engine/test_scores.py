@@ -149,7 +149,7 @@ def test_classes_depend_on_nothing_else(options: dict[str, Any], tmp_path: Path)
 def test_what_a_head_is_not_for(llm: LLM, tmp_path: Path) -> None:
     _, path = classifier("llama", tmp_path)
     other = LLM(path, dtype="float32", skip_tokenizer_init=True, num_kv_blocks=32)
-    with pytest.raises(InvalidRequestError, match="has a head for classes, and generates no text: take LLM.classify"):
+    with pytest.raises(InvalidRequestError, match="this model classifies, and writes no text: see LLM.classify"):
         other.generate(TOKENS, **QUIET)
     with pytest.raises(InvalidRequestError, match="task='embed' is not supported: this model classifies texts"):
         other.embed(TOKENS, **QUIET)

@@ -151,8 +151,8 @@ def test_pairs_by_the_operators_template(headed: Any) -> None:
 def test_what_a_head_is_not_for(headed: Any, shared_client: TestClient) -> None:
     with TestClient(headed(2).app) as client:
         for path, body, said in (
-            ("/v1/completions", {"prompt": "a"}, "has a head for classes, and generates no text: take LLM.classify"),
-            ("/v1/chat/completions", {"messages": [{"role": "user", "content": "a"}]}, "and generates no text"),
+            ("/v1/completions", {"prompt": "a"}, "this model classifies, and writes no text: see LLM.classify"),
+            ("/v1/chat/completions", {"messages": [{"role": "user", "content": "a"}]}, "and writes no text"),
             ("/v1/embeddings", {"input": "a"}, "task='embed' is not supported: this model classifies texts"),
             (
                 "/score",
@@ -166,4 +166,4 @@ def test_what_a_head_is_not_for(headed: Any, shared_client: TestClient) -> None:
         assert client.get("/v1/models").json()["data"][0]["id"] == "demo"
     for path in ("/classify", "/pooling"):
         answer = shared_client.post(path, json={"input": "a", "task": "classify"})
-        assert (answer.status_code, "this model has no head to classify texts with" in answer.text) == (400, True)
+        assert (answer.status_code, "this model can embed texts" in answer.text) == (400, True)
