@@ -1,7 +1,7 @@
 """A head for classes, of a checkpoint that has one for tokens alone: Qwen3-Reranker's, as it is published.
 
-Which token answers for which class is told by the configuration (vLLM's `classifier_from_token`). `quire.models.sources` asks;
-what the head is for is `quire.models.causal_lm`'s.
+Which token answers for which class is told by the configuration (vLLM's `classifier_from_token`).
+`quire.models.sources` asks; what the head is for is `quire.models.causal_lm`'s.
 """
 
 from collections.abc import Callable, Iterable
