@@ -9,7 +9,7 @@ import math
 import msgspec
 
 from quire.config.model import ModelConfig
-from quire.errors import InvalidRequestError, NotYetSupportedError, RequestFailedError, require
+from quire.errors import InvalidRequestError, RequestFailedError, require
 from quire.outputs import RequestOutput
 from quire.sampling_params import SamplingParams
 from quire.utils.keywords import NamesUnknownKeywords
@@ -22,26 +22,19 @@ class PoolingParams(msgspec.Struct, metaclass=NamesUnknownKeywords):
 
     Raises:
         InvalidRequestError: a field breaks its rule.
-        NotYetSupportedError: another task than to embed, or classify.
     """
 
     truncate_prompt_tokens: int | None = None  # keep the last k tokens; -1: what the context holds
     dimensions: int | None = None  # keep the first k numbers: of models that were trained for it (Matryoshka)
     normalize: bool | None = None  # to length 1, by default
     use_activation: bool | None = None  # vLLM's newer name of the same
-    task: str | None = None
+    task: str | None = None  # "embed", or with a head for classes "classify"; that which the model can
 
     def __post_init__(self) -> None:
-        if self.task not in (None, "embed", "classify"):
-            raise NotYetSupportedError(f"task={self.task!r} is not supported: models here generate, embed or classify.")
         for name in ("normalize", "use_activation"):
             require(isinstance(getattr(self, name), bool | None), name, getattr(self, name), "True, False or None")
         fits = self.dimensions is None or (type(self.dimensions) is int and self.dimensions > 0)
         require(fits, "dimensions", self.dimensions, "an integer of at least 1, or None")
-
-    def clone(self) -> "PoolingParams":
-        """A copy."""
-        return msgspec.structs.replace(self)
 
     def sampling_params(self, model: ModelConfig) -> SamplingParams:
         """What a prompt is prepared with; InvalidRequestError where the model has none of that."""

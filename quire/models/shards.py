@@ -6,13 +6,13 @@ here, so that a truncated, missing or lying one is an error with its name.
 """
 
 import math
-from dataclasses import dataclass
 from pathlib import Path
 
 from safetensors import SafetensorError, safe_open
 
 from quire.config.config_json import describe_unsupported_files, parse_json
 from quire.errors import ModelLoadError
+from quire.models.spec import TensorSpec
 
 _INDEX_FILE = "model.safetensors.index.json"
 _DTYPE_BYTES = {
@@ -21,17 +21,6 @@ _DTYPE_BYTES = {
     **dict.fromkeys(("U32", "I32", "F32"), 4),
     **dict.fromkeys(("U64", "I64", "F64", "C64"), 8),
 }
-
-
-@dataclass(frozen=True)
-class TensorSpec:
-    """One tensor before it is read; `num_bytes` is what it takes in the source."""
-
-    name: str
-    dtype: str  # in safetensors' names: "F32", "BF16", ...
-    shape: tuple[int, ...]
-    num_bytes: int
-    file: str  # its name, for messages; "" where there is none
 
 
 def read_header(path: Path) -> list[TensorSpec]:

@@ -12,7 +12,7 @@ from typing import Protocol
 
 from torch import Tensor, nn
 
-from quire.models.shards import TensorSpec as TensorSpec
+from quire.models.spec import TensorSpec as TensorSpec
 from quire.quantization.base import CheckpointSlot
 
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from quire import LLM, PoolingParams, SamplingParams
-from quire.errors import InvalidRequestError, NotYetSupportedError
+from quire.errors import InvalidRequestError
 
 PROMPTS = [[5, 6, 7], [9], [*range(3, 60)], [*range(3, 40), 8], "The old house stood at the edge of the wood."]
 
@@ -86,7 +86,7 @@ def test_refusals() -> None:
             llm.embed("a", pooling_params=wrong)  # type: ignore[arg-type]
     with pytest.raises(InvalidRequestError, match="prompt"):
         llm.embed(["a", []])
-    with pytest.raises(NotYetSupportedError, match="task='token_embed'"):
+    with pytest.raises(InvalidRequestError, match="task='token_embed' is not supported: this model can embed texts"):
         llm.encode("a", pooling_task="token_embed")
     with pytest.raises(AttributeError, match="models here generate, embed and classify whole texts"):
         llm.reward  # noqa: B018

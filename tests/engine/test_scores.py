@@ -151,11 +151,11 @@ def test_what_a_head_is_not_for(llm: LLM, tmp_path: Path) -> None:
     other = LLM(path, dtype="float32", skip_tokenizer_init=True, num_kv_blocks=32)
     with pytest.raises(InvalidRequestError, match="this model classifies, and writes no text: see LLM.classify"):
         other.generate(TOKENS, **QUIET)
-    with pytest.raises(InvalidRequestError, match="task='embed' is not supported: this model classifies texts"):
+    with pytest.raises(InvalidRequestError, match="task='embed' is not supported: this model can classify texts"):
         other.embed(TOKENS, **QUIET)
     with pytest.raises(InvalidRequestError, match="dimensions = 2 is more than this model's vectors have, 0"):
         other.classify(TOKENS, pooling_params=PoolingParams(dimensions=2), **QUIET)
-    with pytest.raises(InvalidRequestError, match="task='classify' is not supported: this model has no head"):
+    with pytest.raises(InvalidRequestError, match="task='classify' is not supported: this model can embed texts"):
         llm.classify("a", **QUIET)
     with pytest.raises(
         ModelLoadError, match="has a tensor 'lm_head.weight', for which|lacks 1 of the model's tensors: sc"

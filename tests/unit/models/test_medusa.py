@@ -14,7 +14,7 @@ from quire.models.builder import BuildContext, Builder
 from quire.models.compiled import CompiledHeads
 from quire.models.heads import HeadCheckpoint
 from quire.models.medusa import MedusaHeads, MedusaShape, read_shape
-from quire.models.shards import TensorSpec
+from quire.models.spec import TensorSpec
 from quire.models.weights import CheckpointFormat, weight_slots
 from quire.ops.native.library import library
 from quire.quantization.packed import Packing

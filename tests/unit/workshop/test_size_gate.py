@@ -160,7 +160,7 @@ def test_the_rooms_fit_in_the_house() -> None:
     assert sum(budget.rooms.values()) <= budget.package
     assert sum(lines for room, lines in budget.rooms.items() if room not in budget.outside_engine) <= budget.engine
     assert budget.engine <= 15_000
-    assert budget.package <= 34_200, "until it is 30_000 again"
+    assert budget.package <= 34_450, "until it is 30_000 again"
 
 
 def test_a_wrong_root_does_not_pass(tmp_path: Path) -> None:

@@ -153,7 +153,7 @@ def test_what_a_head_is_not_for(headed: Any, shared_client: TestClient) -> None:
         for path, body, said in (
             ("/v1/completions", {"prompt": "a"}, "this model classifies, and writes no text: see LLM.classify"),
             ("/v1/chat/completions", {"messages": [{"role": "user", "content": "a"}]}, "and writes no text"),
-            ("/v1/embeddings", {"input": "a"}, "task='embed' is not supported: this model classifies texts"),
+            ("/v1/embeddings", {"input": "a"}, "task='embed' is not supported: this model can classify texts"),
             (
                 "/score",
                 {"text_1": "a", "text_2": "b"},
