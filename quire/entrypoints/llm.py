@@ -265,7 +265,7 @@ class LLM:
         pooling_task: str | None = None,
         tokenization_kwargs: dict[str, Any] | None = None,
     ) -> list[PoolingRequestOutput]:
-        """As `embed`, with tensors (float32 [H]) as `outputs.data`; NotYetSupportedError for another `pooling_task`."""
+        """As `embed`, or `classify` of models with a head, with tensors (float32 [H]) as `outputs.data`."""
         how = (use_tqdm, pooling_params, lora_request, tokenization_kwargs)
         return self._pooled(pooling_task, PoolingRequestOutput, lambda row: PoolingOutput(tensor(row)), prompts, *how)
 

@@ -29,7 +29,6 @@ class RunnableModel(Protocol):
     """What a device makes of a model: called as the model itself."""
 
     vocab_size: int
-    classifies: bool
 
     def __call__(self, input_ids: Tensor, step: Step) -> Tensor:
         """Hidden states [T, H], or [R, H] of `step.wanted`; keys and values of all are written to the caches."""

@@ -41,8 +41,7 @@ class CompiledModel(CacheReader):
     """
 
     def __init__(self, model: CausalLM, target: Target | None = None, tapped: Sequence[int] = ()) -> None:
-        self.vocab_size, self.classifies = model.vocab_size, model.classifies
-        self.cache_layers, self._dtype = model.cache_layers, model.dtype
+        self.vocab_size, self.cache_layers, self._dtype = model.vocab_size, model.cache_layers, model.dtype
         self._untapped, widths = _record(model, target, ())
         self._width, self._tapped = widths[0], tuple(tapped)
         self._body, (_, *self._tap_widths) = _record(model, target, tapped) if tapped else (self._untapped, widths)

@@ -73,6 +73,7 @@ class ModelRunner:
         cache: its KV cache.
         table: the persistent rows, empty.
         poison: debug aid: fill freshly assigned block space with NaN.
+        classifies: the model's head is for classes, which a request that pools is given in place of a hidden state.
         speculation: what has to do with drafts, where tokens are drafted.
         adapters: those that rows run with, where the model has places for any.
         ahead: on a device that draws where logits are, what it does of that.
@@ -84,6 +85,7 @@ class ModelRunner:
     cache: KVCache
     table: RowTable
     poison: bool = False
+    classifies: bool = False
     speculation: Speculation | None = None
     adapters: Adapters | None = None
     ahead: Ahead | None = None
@@ -288,7 +290,7 @@ class ModelRunner:
             end = begun.ends[place]
             if row.state is None:  # of a PoolingTask
                 hidden = begun.hidden[end - 1 : end]
-                if self.model.classifies:
+                if self.classifies:
                     hidden = self.model.compute_logits(hidden, begun.adapters and begun.adapters.of([end - 1]))
                 results[place] = SequenceResult([0], pooled=hidden[0].tolist())
                 continue

@@ -201,7 +201,7 @@ class Worker:
             proposer = drafter.proposer(model, table, cache.tensors[len(self._model.cache_layers) :])
         elif speculative is not None and config.stage.is_last:
             proposer = PROPOSERS[speculative.method](speculative)
-        runner = ModelRunner(self.device, model, cache, table, poison=config.debug)
+        runner = ModelRunner(self.device, model, cache, table, config.debug, self._model.classifies)
         runner.adapters = self._adapters
         if proposer is None and self.device.draws:  # what drafts reads tokens from the rows
             runner.ahead = Ahead(self.device, model, table, self.device.make_sampler(model.vocab_size))

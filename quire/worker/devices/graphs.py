@@ -88,7 +88,7 @@ class GraphedModel:
     def __init__(
         self, model: CausalLM, stream: CudaStream, build: Build, last_tokens: Tensor, *, max_size: int, max_context: int
     ) -> None:
-        self.vocab_size, self.classifies, self.cache_layers = model.vocab_size, model.classifies, model.cache_layers
+        self.vocab_size, self.cache_layers = model.vocab_size, model.cache_layers
         self._model, self._stream, self._build, self._last_tokens = model, stream, build, last_tokens
         self._sizes = table(SIZES, max_size)
         self._contexts = table(CONTEXTS, max_context)

@@ -24,7 +24,6 @@ class Model:
     """Hidden states that tell all that a step was told of a token; notes each batch that it was run with."""
 
     vocab_size = 7
-    classifies = False
     cache_layers: tuple[Any, ...] = ()
 
     def __init__(self) -> None:
