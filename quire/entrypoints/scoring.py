@@ -102,4 +102,4 @@ def cosines(vectors: Sequence[Any], num_queries: int) -> list[float]:
     unit = [row / (np.sqrt(np.square(row).sum()) or 1.0) for row in map(np.array, vectors)]
     queries, documents = unit[:num_queries], unit[num_queries:]
     queries = queries if num_queries > 1 else queries * len(documents)
-    return [float((one * other).sum()) for one, other in zip(queries, documents, strict=True)]
+    return [float(np.clip((one * other).sum(), -1.0, 1.0)) for one, other in zip(queries, documents, strict=True)]

@@ -40,6 +40,9 @@ def test_cosines_of_vectors(llm: LLM) -> None:
     (one,) = llm.score(QUERY, QUERY, **QUIET)
     assert (one.finished, one.prompt_token_ids) == (True, 2 * llm.get_tokenizer().encode(QUERY))
     assert one.outputs.score == pytest.approx(1)
+    assert all(
+        -1 <= one.outputs.score <= 1 for text in ("a", "a house", QUERY) for one in llm.score(text, text, **QUIET)
+    )
     assert "_" in one.request_id
 
 
