@@ -202,5 +202,5 @@ def test_refused_by_name(client: openai.OpenAI, server: RunningServer, fields: d
 
 
 def test_an_unknown_parser_is_refused_with_the_nearest(start_server: Callable[..., RunningServer]) -> None:
-    with pytest.raises(AssertionError, match="did you mean 'hermes'"):
+    with pytest.raises(AssertionError, match="Did you mean 'hermes'"):
         start_server("--tool-call-parser", "hermez")
