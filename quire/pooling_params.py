@@ -1,7 +1,7 @@
 """What a request for a vector asks for. Fields, defaults and names are vLLM's.
 
-`LLM.embed` and the server's routes of embeddings read it; the engine gives the last token's hidden state, and knows
-nothing of this.
+`LLM.embed`, `LLM.classify`, `LLM.score` and the server's routes of them read it; the engine gives the last token's
+hidden state, or what a head for classes says of that, and knows nothing of this.
 """
 
 import math

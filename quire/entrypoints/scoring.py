@@ -1,4 +1,5 @@
-"""Scores of pairs of texts: which go together, as what prompts they are read, and what is made of a model's vectors.
+"""Scores of pairs of texts: which go together, as what prompts they are read, and what is made of a model's vectors;
+and what scoring and classifying give back.
 
 A model without a head reads each text by itself; one with a head for one class reads both together. `LLM.score` and
 the server's /score and /rerank call it. Knows no engine.
