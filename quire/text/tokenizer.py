@@ -6,6 +6,7 @@ of requests.
 """
 
 from collections.abc import Iterable, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, overload
 
@@ -177,8 +178,10 @@ class Tokenizer:
 
     def encode_pair(self, text: str, pair: str) -> list[int]:
         """Token ids of two texts with the special tokens between and around them. Raises as `encode` does."""
-        one_by_one = self.encode(text) + self.encode(pair)
-        return self._backend.encode(text, True, pair) if isinstance(self._backend, FastBackend) else one_by_one
+        with suppress(TypeError, UnicodeEncodeError):  # `encode` says which text it is, and why
+            if isinstance(self._backend, FastBackend):
+                return self._backend.encode(text, True, pair)
+        return self.encode(text) + self.encode(pair)
 
     def decode(self, token_ids: Sequence[int] | int, skip_special_tokens: bool = False) -> str:
         """Text of token ids, as transformers' with its special tokens unless told otherwise.
