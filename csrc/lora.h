@@ -65,22 +65,31 @@ inline void lora_groups(const int32_t* next, int64_t first, int64_t num_rows, co
     }
 }
 
-constexpr int kLoraRows = kLanes == 16 ? 4 : 2;  // that share what is loaded of an adapter
+constexpr int kLoraRows = kLanes == 16 ? 4 : 2;  // that share what is loaded of A
 constexpr int kLoraDots = 4;                     // rows of A
+constexpr int kLoraShared = kLanes == 16 ? 8 : kLanes == 8 ? 6 : 3;  // that share what is loaded of B
+constexpr int kLoraSums = kLanes == 16 ? 16 : 12;                   // of vectors, as there are registers
 constexpr int64_t kLoraWindow = 32;              // rows among which those of one adapter are looked for
 
 // kCount rows of A times kRows of x; every sum in one order, whatever the counts. `ahead`: another's rows of A, to prefetch.
 template <class T, int kCount, int kRows>
 inline void lora_dots(const T* a, const T* ahead, const T* const (&x)[kRows], int64_t cols, float scale, float* const (&out)[kRows]) {
     vf sums[kRows][kCount] = {};
-    for_vectors(cols, [&](int64_t i, int n) {
-        vf v[kRows];
-        for (int r = 0; r < kRows; r++) v[r] = load_n(x[r] + i, n);
+    int64_t i = 0;
+    for (; i + 2 * kLanes <= cols; i += 2 * kLanes) {
+        vf even[kRows], odd[kRows];
+        for (int r = 0; r < kRows; r++) load_two(x[r] + i, even[r], odd[r]);
         for (int j = 0; j < kCount; j++) {
-            const vf weight = load_n(a + j * cols + i, n);
+            vf even_weight, odd_weight;
+            load_two(a + j * cols + i, even_weight, odd_weight);
             __builtin_prefetch(ahead + j * cols + i);
-            for (int r = 0; r < kRows; r++) sums[r][j] += weight * v[r];
+            for (int r = 0; r < kRows; r++) sums[r][j] += odd_weight * odd[r];
+            for (int r = 0; r < kRows; r++) sums[r][j] += even_weight * even[r];
         }
+    }
+    for_vectors(cols - i, [&](int64_t rest, int n) {
+        for (int j = 0; j < kCount; j++)
+            for (int r = 0; r < kRows; r++) sums[r][j] += load_n(a + j * cols + i + rest, n) * load_n(x[r] + i + rest, n);
     });
     for (int r = 0; r < kRows; r++)
         for (int j = 0; j < kCount; j++) out[r][j] = hsum(sums[r][j]) * scale;
@@ -142,26 +151,35 @@ QUIRE_INLINE void lora_fetch(const LoraLayer& l, int32_t slot, int64_t block) {
 template <class T, int kRows>
 QUIRE_ONE_COPY void lora_block_rows(const LoraLayer& l, int32_t slot, int64_t block, const float* const (&inner)[kRows], float* const (&out)[kRows]) {
     constexpr int kVectors = 16 / kLanes;
-    vf sums[2][kRows][kVectors];
-    for (auto& half : sums)
-        for (auto& row : half)
-            for (vf& sum : row) sum = splat(-0.0f);  // to add it changes nothing
-    for (int64_t p = 0; p < l.num_parts && slot >= 0; p++) {
-        const LoraPart& part = l.of(slot)[p];
-        if (!part.rank || block < part.first || block >= part.last) continue;
-        const T* b = static_cast<const T*>(part.b) + (block - part.first) * part.rank * 16;
-        auto add = [&](int64_t j, int half) QUIRE_ALWAYS {
+    constexpr int kHalves = 2 * kRows * kVectors <= kLoraSums ? 2 : 1;  // even and odd ones at a time, or one after the other
+    for (int half = 0; half < 2; half += kHalves) {
+        vf sums[kHalves][kRows][kVectors];
+        for (auto& some : sums)
+            for (auto& row : some)
+                for (vf& sum : row) sum = splat(-0.0f);  // to add it changes nothing
+        for (int64_t p = 0; p < l.num_parts && slot >= 0; p++) {
+            const LoraPart& part = l.of(slot)[p];
+            if (!part.rank || block < part.first || block >= part.last) continue;
+            const T* b = static_cast<const T*>(part.b) + (block - part.first) * part.rank * 16;
+            auto add = [&](int64_t j, int to) QUIRE_ALWAYS {
+                vf weight[kVectors];
+                for (int v = 0; v < kVectors; v++) weight[v] = load(b + j * 16 + v * kLanes);
+                for (int r = 0; r < kRows; r++) {
+                    const vf value = splat(inner[r][p * l.max_rank + j]);
+                    for (int v = 0; v < kVectors; v++) sums[to][r][v] += value * weight[v];
+                }
+            };
+            int64_t j = half;
+            for (; j + kHalves <= part.rank; j += 2)
+                for (int to = 0; to < kHalves; to++) add(j + to, to);
+            if (j < part.rank) add(j, 0);  // the last even one
+        }
+        for (int r = 0; r < kRows; r++)
             for (int v = 0; v < kVectors; v++) {
-                const vf weight = load(b + j * 16 + v * kLanes);
-                for (int r = 0; r < kRows; r++) sums[half][r][v] += splat(inner[r][p * l.max_rank + j]) * weight;
+                float* to = out[r] + v * kLanes;
+                store(to, kHalves == 2 ? sums[0][r][v] + sums[kHalves - 1][r][v] : half ? load(to) + sums[0][r][v] : sums[0][r][v]);
             }
-        };
-        int64_t j = 0;
-        for (; j + 2 <= part.rank; j += 2) add(j, 0), add(j + 1, 1);
-        if (j < part.rank) add(j, 0);
     }
-    for (int r = 0; r < kRows; r++)
-        for (int v = 0; v < kVectors; v++) store(out[r] + v * kLanes, sums[0][r][v] + sums[1][r][v]);
 }
 
 // What rows [first_row, first_row + num_rows), kLoraWindow at most, get in a block; -0 where they have no adapter. `next` is
@@ -169,7 +187,7 @@ QUIRE_ONE_COPY void lora_block_rows(const LoraLayer& l, int32_t slot, int64_t bl
 template <class T>
 void lora_block(const LoraLayer& l, const LoraInner& inner, int64_t block, int64_t next, int64_t first_row, int64_t num_rows, float* out, int64_t stride) {
     int32_t fetched = -1;
-    lora_groups<kLoraRows>(inner.next, first_row, num_rows, [&](auto exact, const int64_t* rows) {
+    lora_groups<kLoraShared>(inner.next, first_row, num_rows, [&](auto exact, const int64_t* rows) {
         constexpr int kRows = decltype(exact)::value;
         const float* from[kRows];
         float* to[kRows];

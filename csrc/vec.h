@@ -99,6 +99,13 @@ inline vf load(const bf16* p) {
     return as_float(__builtin_convertvector(half, vi) << 16);
 #endif
 }
+// 2 * kLanes numbers in two vectors: of bf16 those at even and at odd places, which takes half of what two vectors above take.
+inline void load_two(const float* p, vf& first, vf& second) { first = load(p), second = load(p + kLanes); }
+inline void load_two(const bf16* p, vf& even, vf& odd) {
+    vi pairs;
+    std::memcpy(&pairs, p, sizeof pairs);
+    even = as_float(pairs << 16), odd = as_float(pairs & int32_t(0xffff0000));
+}
 inline void store(float* p, vf x) { std::memcpy(p, &x, sizeof x); }
 inline void store(bf16* p, vf x) {
 #if defined(__AVX512BF16__)
