@@ -55,7 +55,7 @@ class _Job:
         self.owner, self.keeps_events = client or "", bool(body.background and body.stream)
         self.events: list[bytes] = []
         self.changed = asyncio.Event()
-        self.task: asyncio.Task[None] | None = None
+        self.task: asyncio.Task[None]  # in the background
 
     def tell(self, events: list[Event]) -> None:
         if self.keeps_events:
@@ -152,12 +152,8 @@ class ResponsesService:
         if job.request.refusal is not None:
             raise job.request.refusal
         self._state.llm.check_room(1)
-        self._jobs[job.writer.id] = job
-        try:
-            await self._keep(job)
-        except BaseException:
-            del self._jobs[job.writer.id]
-            raise
+        await self._keep(job)
+        self._jobs[job.writer.id] = job  # nobody was told its id yet
         job.task = asyncio.create_task(self._run(job))
         if self._state.retain is not None:
             job.task.add_done_callback(self._state.retain())
@@ -237,7 +233,7 @@ class ResponsesService:
         stored = await self.get(response_id, client)
         if not stored.response["background"]:
             raise InvalidRequestError("only a response that was made with background: true can be cancelled.")
-        if (job := self._jobs.get(response_id)) is not None and job.task is not None:
+        if (job := self._jobs.get(response_id)) is not None:
             if job.writer.is_open:
                 job.task.cancel()
             await asyncio.wait([job.task])
@@ -251,7 +247,7 @@ class ResponsesService:
             ResponseNotFoundError: as `get`.
         """
         await self.get(response_id, client)
-        if (job := self._jobs.pop(response_id, None)) is not None and job.task is not None:
+        if (job := self._jobs.pop(response_id, None)) is not None:
             job.task.cancel()
             await asyncio.wait([job.task])
         await self._store.delete(response_id, client or "")
