@@ -16,11 +16,11 @@ import msgspec
 
 from quire.entrypoints.server.chat_request import ChatCompletionRequest
 from quire.entrypoints.server.parsers import harmony
-from quire.entrypoints.server.parsers.base import Chain, Offer, Parser
+from quire.entrypoints.server.parsers.base import Offer, Parser
 from quire.entrypoints.server.parsers.forms import Form
 from quire.entrypoints.server.parsers.generic import JSON_CALLS, json_arguments, learned_form
 from quire.entrypoints.server.parsers.grammars import Answer, Thought, answer_grammar
-from quire.entrypoints.server.parsers.reader import Reader, Script, ScriptParser
+from quire.entrypoints.server.parsers.reader import Reader, ScriptParser
 from quire.entrypoints.server.parsers.registry import THOUGHT_FORMS, TOOL_FORMS, thought_format, tool_format
 from quire.entrypoints.server.parsers.thoughts import ThoughtForm
 from quire.entrypoints.server.prompts import conversation_text, template_of
@@ -33,7 +33,6 @@ from quire.text.grammars.compose import after
 from quire.text.renderer import Renderer
 from quire.text.tokenizer import Tokenizer
 
-_Script = Callable[[Reader], Script[None]]
 _BUDGET = "thinking_token_budget"
 _MOST_LEARNED = 64  # formats of chat templates that are kept: clients may send some
 
@@ -91,10 +90,12 @@ def plan_parsing(
             names["structured_outputs"] = "tools" if offer else _BUDGET
     if hidden:
         changes["skip_special_tokens"] = False
-    script = None if thoughts is None else thoughts.script(prompt)
-    make = partial(_parser, script, form and form.script, offer or Offer())
+    script = Reader.text if form is None else form.script
     if thoughts is harmony.THOUGHTS or form is harmony.FORM:
-        make = partial(_parser, None, harmony.script, offer or Offer())
+        script = harmony.script
+    elif thoughts is not None:
+        script = thoughts.script(prompt, script)
+    make = partial(ScriptParser, script, offer or Offer(), _new_id)
     return Parsing(msgspec.structs.replace(params, **changes) if changes else params, make, names)
 
 
@@ -191,11 +192,6 @@ def _thought(
         return None
     opening = "" if begun or form.assumed else form.opens[0]
     return Thought(opening, form.closes[0], form.answer, budget, eos_token_ids, optional=bool(opening))
-
-
-def _parser(thoughts: _Script | None, calls: _Script | None, offer: Offer) -> Parser:
-    answer = Parser() if calls is None else ScriptParser(calls, offer, _new_id)
-    return answer if thoughts is None else Chain(ScriptParser(thoughts, offer, _new_id), answer)
 
 
 def _new_id() -> str:

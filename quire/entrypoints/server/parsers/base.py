@@ -87,25 +87,6 @@ class Parser:
         return []
 
 
-class Chain(Parser):
-    """A parser of thoughts, and one of what it leaves as the answer."""
-
-    def __init__(self, thoughts: Parser, answer: Parser) -> None:
-        self._thoughts, self._answer = thoughts, answer
-
-    def push(self, text: str) -> list[ContentEvent]:
-        return self._passed_on(self._thoughts.push(text))
-
-    def finish(self, cut: bool = False) -> list[ContentEvent]:
-        return self._passed_on(self._thoughts.finish(cut)) + self._answer.finish(cut)
-
-    def _passed_on(self, events: Iterable[ContentEvent]) -> list[ContentEvent]:
-        passed: list[ContentEvent] = []
-        for event in events:
-            passed += self._answer.push(event.text) if isinstance(event, TextDelta) else [event]
-        return passed
-
-
 def merged(events: Iterable[ContentEvent]) -> list[ContentEvent]:
     """The same with neighbours of one kind as one event."""
     result: list[ContentEvent] = []

@@ -11,7 +11,8 @@ from typing import Any
 import msgspec
 
 from quire.entrypoints.server.parsers.base import Function
-from quire.entrypoints.server.parsers.reader import Reader, Script, WrongCallError, is_object
+from quire.entrypoints.server.parsers.json_script import arguments, json_text, json_value
+from quire.entrypoints.server.parsers.reader import Reader, Reads, Script, WrongCallError, is_object
 
 _KINDS = {bool: "boolean", int: "integer number", float: "number", list: "array", dict: "object", type(None): "null"}
 NAME_KEYS, ARGUMENT_KEYS = ("name", "function", "tool_name"), ("arguments", "parameters")
@@ -36,9 +37,7 @@ def json_calls(read: Reader, known: bool = False) -> Script[None]:
         yield from read.literal("]")
 
 
-def marked(
-    call: Callable[[Reader, str], Script[None]], *marks: str, around: tuple[str, ...] = ()
-) -> Callable[[Reader], Script[None]]:
+def marked(call: Callable[[Reader, str], Script[None]], *marks: str, around: tuple[str, ...] = ()) -> Reads:
     """The script of calls that each follow a mark, which `call` is told; marks `around` them are no text either."""
 
     def script(read: Reader) -> Script[None]:
@@ -50,7 +49,7 @@ def marked(
     return script
 
 
-def marked_json(*marks: str, close: str) -> Callable[[Reader], Script[None]]:
+def marked_json(*marks: str, close: str) -> Reads:
     """The script of such calls after a mark, closed or not."""
 
     def call(read: Reader, _: str) -> Script[None]:
@@ -60,7 +59,7 @@ def marked_json(*marks: str, close: str) -> Callable[[Reader], Script[None]]:
     return marked(call, *marks)
 
 
-def whole_or_marked(mark: str, calls: Callable[[Reader], Script[None]]) -> Callable[[Reader], Script[None]]:
+def whole_or_marked(mark: str, calls: Reads) -> Reads:
     """The script of calls that are the whole answer, with or without the mark, or that come after the mark in it."""
 
     def script(read: Reader) -> Script[None]:
@@ -77,31 +76,31 @@ def _json_call(read: Reader, known: bool, inner: bool = False) -> Script[None]:
     yield from read.literal("{")
     while True:
         yield from read.space()
-        key = yield from read.json_value()
+        key = yield from json_value(read)
         yield from read.literal(":", spaced=True)
         yield from read.space()
         if key == "function" and not (inner or begun) and (yield from read.peek()) == "{":
             yield from _json_call(read, known, inner=True)
             begun, name = True, ""
         elif key in NAME_KEYS and name is None:
-            name, read.is_sure = (yield from read.json_value()), known
+            name, read.is_sure = (yield from json_value(read)), known
             if known and name not in tuple(read.functions):  # it may be anything
                 raise WrongCallError
         elif key in ARGUMENT_KEYS and name is not None and not begun:
             read.start(name)
             begun = True
-            yield from read.arguments()
+            yield from arguments(read)
         elif key in ARGUMENT_KEYS and not begun and not held:
-            yield from read.json(held.append)
+            yield from json_text(read, held.append)
         else:
-            yield from read.json_value()
+            yield from json_value(read)
         if (yield from read.one_of(",", spaced=True)) is None:
             break
     yield from read.literal("}")
     if not begun:
-        arguments = _object_text("".join(held))
+        text = _object_text("".join(held))
         read.start(name)
-        read.send(arguments)
+        read.send(text)
     if not inner:
         read.end()
 

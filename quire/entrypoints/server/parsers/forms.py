@@ -11,7 +11,7 @@ from msgspec import Struct
 
 from quire.entrypoints.server.parsers.base import Function
 from quire.entrypoints.server.parsers.calls import to_json, types_of
-from quire.entrypoints.server.parsers.reader import Reader, Script
+from quire.entrypoints.server.parsers.reader import Reads
 from quire.text.grammars.lark import Lark
 
 _NAMES_MORE = {"additionalProperties", "patternProperties", "allOf", "anyOf", "oneOf", "$ref", "if"}
@@ -45,7 +45,7 @@ class Form(Struct, frozen=True):
         marks: texts of it that may be tokens of their own.
     """
 
-    script: Callable[[Reader], Script[None]]
+    script: Reads
     frame: Frame | Callable[[str], Frame]
     marks: tuple[str, ...] = ()
 

@@ -4,6 +4,7 @@ from typing import Any
 
 from quire.entrypoints.server.parsers.calls import ArgumentWriter, converted, marked
 from quire.entrypoints.server.parsers.forms import Form, Frame, braced_call
+from quire.entrypoints.server.parsers.json_script import json_value
 from quire.entrypoints.server.parsers.reader import MAX_NAME, Reader, Script, WrongCallError
 
 _MARKS = {"<|tool_call>": "<tool_call|>", "<start_function_call>": "<end_function_call>"}
@@ -40,7 +41,7 @@ def _value(read: Reader, depth: int) -> Script[Any]:
     if quote := (yield from read.one_of(*_QUOTES, spaced=True)):
         return (yield from read.until(quote))[0]
     if (yield from read.peek()) == '"':
-        return (yield from read.json_value())
+        return (yield from json_value(read))
     if (yield from read.one_of("{")):
         found: dict[str, Any] = {}
         while (key := (yield from _key(read))) is not None:

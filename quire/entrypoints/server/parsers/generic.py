@@ -12,6 +12,7 @@ from typing import Any
 from quire.entrypoints.server.parsers.base import Function
 from quire.entrypoints.server.parsers.calls import ARGUMENT_KEYS, NAME_KEYS, json_calls, marked, marked_json
 from quire.entrypoints.server.parsers.forms import Form, Frame, json_call, named_call, schema_of
+from quire.entrypoints.server.parsers.json_script import arguments
 from quire.entrypoints.server.parsers.reader import MAX_NAME, Reader, Script
 from quire.text.grammars.lark import Lark
 
@@ -49,7 +50,7 @@ def json_arguments(name: str) -> Form:
     def script(read: Reader) -> Script[None]:
         with read.attempt(None):
             read.start(name)
-            yield from read.arguments()
+            yield from arguments(read)
 
     def write(lark: Lark, function: Function) -> str:
         return lark.json(schema_of(function))
@@ -100,7 +101,7 @@ def _named(before: str, middle: str, after: str) -> Form:
     def call(read: Reader, _: str) -> Script[None]:
         name, _ = yield from read.until(middle, most=MAX_NAME)
         read.start(name.strip())
-        yield from read.arguments()
+        yield from arguments(read)
         read.end()
         yield from read.one_of(after, close)
 

@@ -5,6 +5,7 @@ The same script reads thoughts and calls, whichever of them is asked for. A stop
 
 from quire.entrypoints.server.parsers.base import ReasoningDelta, TextDelta
 from quire.entrypoints.server.parsers.forms import Form, Frame, named_call
+from quire.entrypoints.server.parsers.json_script import arguments
 from quire.entrypoints.server.parsers.reader import MAX_NAME, Reader, Script, WrongCallError
 from quire.entrypoints.server.parsers.thoughts import ThoughtForm
 
@@ -25,7 +26,7 @@ def script(read: Reader) -> Script[None]:
                 raise WrongCallError
             if _TO in header:
                 read.start(header.partition(_TO)[2].split(CHANNEL)[0].partition(" ")[0])
-                yield from read.arguments()
+                yield from arguments(read)
         if not mark:
             return
         thinks = "analysis" in header and _TO not in header

@@ -7,6 +7,7 @@ holds the name, as `functions.NAME:0`. Mistral's: `[TOOL_CALLS]` and a JSON list
 
 from quire.entrypoints.server.parsers.calls import json_calls, marked
 from quire.entrypoints.server.parsers.forms import Form, Frame, json_call, named_call
+from quire.entrypoints.server.parsers.json_script import arguments
 from quire.entrypoints.server.parsers.reader import MAX_NAME, Reader, Script
 
 _AROUND = _CALLS, _END_CALLS = "<｜tool▁calls▁begin｜>", "<｜tool▁calls▁end｜>"
@@ -21,7 +22,7 @@ def _deepseek_call(read: Reader, _: str) -> Script[None]:
         name, _ = yield from read.until("\n", most=MAX_NAME)
         yield from read.literal(f"{_FENCE}json")
     read.start(name.strip())
-    yield from read.arguments()
+    yield from arguments(read)
     if fenced:
         yield from read.literal(_FENCE, spaced=True)
     yield from read.literal(_END_CALL, spaced=True)
@@ -45,7 +46,7 @@ def _kimi_call(read: Reader, _: str) -> Script[None]:
     text, _ = yield from read.until(_ARGUMENTS, most=MAX_NAME)
     id = text.strip()
     read.start(id.removeprefix("functions.").partition(":")[0], id)
-    yield from read.arguments()
+    yield from arguments(read)
     yield from read.literal(_END_KIMI, spaced=True)
 
 
@@ -77,7 +78,7 @@ def _mistral_call(read: Reader) -> Script[None]:
     read.start(name.strip(), id)
     if mark == "{":
         read.put_back(mark)
-    yield from read.arguments()
+    yield from arguments(read)
 
 
 def _mistral_frame(template: str) -> Frame:

@@ -5,7 +5,6 @@ what comes after what and knows nothing of pieces. `ScriptParser` makes a `Parse
 handed on as text.
 """
 
-import json
 import re
 from collections.abc import Callable, Generator, Iterator
 from contextlib import contextmanager
@@ -15,10 +14,10 @@ from typing import Any, TypeVar
 import msgspec
 
 from quire.entrypoints.server.parsers import base
-from quire.entrypoints.server.parsers.json_scanner import JsonScanner, NoJsonError
 
 _T = TypeVar("_T")
 Script = Generator[None, None, _T]
+Reads = Callable[["Reader"], Script[object]]
 MAX_NAME = 256  # characters of a tool's name
 _SURE = 4  # characters of a mark that nothing but a call begins with
 _BROKEN = "\ufffd"  # stands for a character of which only some bytes came
@@ -33,11 +32,13 @@ class Reader:
 
     Attributes:
         is_sure: whether what is being read can only be a call, as it has the name of a tool on offer.
+        unsaid: the mark that ends the answer, and is no part of it, where there is one.
     """
 
     def __init__(self, offer: base.Offer, new_id: Callable[[], str]) -> None:
         """`new_id` makes an id for a call."""
         self.offer, self.new_id = offer, new_id
+        self.unsaid: tuple[str, ...] = ()
         self.functions = {function.name: function for function in offer.functions}
         self.num_calls = 0
         self._events: list[base.ContentEvent] = []
@@ -78,12 +79,16 @@ class Reader:
         """Hand on text until a mark, which is returned; None at the text's end. Space before a mark is held back."""
         self._kind = kind
         while True:
-            found = _any_of(marks).search(self._text, self._at) if marks else None
+            sought = marks + self.unsaid
+            found = _any_of(sought).search(self._text, self._at) if sought else None
             if found is not None:
                 self._say(self._text[self._at : found.start()])
                 self._at = found.end()
-                return found[0]
-            begun = _begun(self._text, self._at, marks)
+                if found[0] not in self.unsaid:
+                    return found[0]
+                self.unsaid, self._spaces = (), ""
+                continue
+            begun = _begun(self._text, self._at, sought)
             if self._closed:
                 begun = self._num_lost(begun)
             end = len(self._text) - begun
@@ -201,32 +206,15 @@ class Reader:
                 raise WrongCallError
             yield
 
-    def json(self, sink: Callable[[str], Any]) -> Script[None]:
-        """Give a JSON value to `sink`, in pieces.
-
-        Raises:
-            WrongCallError: it is none, or breaks off; what was right was given.
-        """
-        scanner = JsonScanner()
+    def run_of(self, pattern: re.Pattern[str], sink: Callable[[str], Any]) -> Script[None]:
+        """Give to `sink`, in pieces, what matches a pattern that is a character any number of times."""
         while True:
-            try:
-                piece, fault = scanner.feed(self._text[self._at :]), None
-            except NoJsonError as error:
-                piece, fault = scanner.flush(), error
-            self._at += scanner.taken
-            if piece:
-                sink(piece)
-            if scanner.done:
+            if (found := pattern.match(self._text, self._at)) is not None and found[0]:
+                self._at = found.end()
+                sink(found[0])
+            if self._at < len(self._text) or self._closed:
                 return
-            if fault is not None or self._closed:
-                raise WrongCallError
             yield
-
-    def json_value(self) -> Script[Any]:
-        """A JSON value, read."""
-        pieces: list[str] = []
-        yield from self.json(pieces.append)
-        return json.loads("".join(pieces))
 
     def put_back(self, text: str) -> None:
         """Have what was just taken come once more."""
@@ -235,14 +223,14 @@ class Reader:
         else:
             self._at -= len(text)
 
-    def character(self) -> Script[str]:
+    def character(self, choices: str = "") -> Script[str]:
         """The next character.
 
         Raises:
-            WrongCallError: there is none.
+            WrongCallError: there is none, or it is none of these, where there are any.
         """
         found = yield from self.peek()
-        if not found:
+        if not found or (choices and found not in choices):
             raise WrongCallError
         self._at += 1
         return found
@@ -297,25 +285,11 @@ class Reader:
         self._calling, self._after_call = False, True
         self._try_from, self._mark = self._at, ""  # another call may follow within the attempt
 
-    def arguments(self) -> Script[None]:
-        """Send a JSON object, or one that is written as a JSON string, or null or an empty string for none."""
-        yield from self.space()
-        match (yield from self.peek()):
-            case "{":
-                yield from self.json(self.send)
-            case '"':
-                text = yield from self.json_value()
-                if text and not is_object(text):
-                    raise WrongCallError
-                self.send(text)
-            case _:
-                yield from self.literal("null")
-
 
 class ScriptParser(base.Parser):
     """A `Parser` that runs a script."""
 
-    def __init__(self, script: Callable[[Reader], Script[None]], offer: base.Offer, new_id: Callable[[], str]) -> None:
+    def __init__(self, script: Reads, offer: base.Offer, new_id: Callable[[], str]) -> None:
         self._reader = Reader(offer, new_id)
         self._script = _to_the_end(script, self._reader)
 
@@ -330,7 +304,7 @@ class ScriptParser(base.Parser):
         return self._reader.take_events()
 
 
-def _to_the_end(script: Callable[[Reader], Script[None]], reader: Reader) -> Script[None]:
+def _to_the_end(script: Reads, reader: Reader) -> Script[None]:
     yield from script(reader)
     yield from reader.text()
 

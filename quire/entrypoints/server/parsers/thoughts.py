@@ -4,12 +4,10 @@ A template may have opened the tag already, or opened and closed it, which the p
 are handed on without the line breaks that stand between them and the tags.
 """
 
-from collections.abc import Callable
-
 from msgspec import Struct
 
 from quire.entrypoints.server.parsers.base import ReasoningDelta
-from quire.entrypoints.server.parsers.reader import Reader, Script, WrongCallError
+from quire.entrypoints.server.parsers.reader import Reader, Reads, Script, WrongCallError
 
 
 class ThoughtForm(Struct, frozen=True):
@@ -42,8 +40,8 @@ class ThoughtForm(Struct, frozen=True):
             return False
         return True if end.endswith(self.opens) else None
 
-    def script(self, prompt: str) -> Callable[[Reader], Script[None]]:
-        """What reads the answer to this prompt."""
+    def script(self, prompt: str, then: Reads = Reader.text) -> Reads:
+        """What reads the answer to this prompt; `then`: what reads what follows the thought."""
         begun = self.begun(prompt)
         inside = self.assumed if begun is None else begun
 
@@ -62,8 +60,8 @@ class ThoughtForm(Struct, frozen=True):
                 yield from read.space()
             if self.around and (yield from read.one_of(self.around[0])):
                 yield from read.space()
-                yield from read.text(self.around[1])
-                read.hold_spaces("")
+                read.unsaid = self.around[1:]
+            yield from then(read)
 
         return script
 

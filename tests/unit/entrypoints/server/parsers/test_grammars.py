@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from quire.entrypoints.server.parsers.base import Chain, Function, Offer, Parser, ToolCallDelta, ToolCallStart, merged
+from quire.entrypoints.server.parsers.base import Function, Offer, Parser, ToolCallDelta, ToolCallStart, merged
 from quire.entrypoints.server.parsers.forms import Form
 from quire.entrypoints.server.parsers.generic import JSON_CALLS, json_arguments
 from quire.entrypoints.server.parsers.grammars import Answer, Thought, answer_grammar
@@ -242,7 +242,7 @@ def test_tools_after_a_thought() -> None:
     reader = THOUGHT_FORMS["qwen3"]
     for seed in range(6):
         text = walk.write(grammar, seed)
-        events = Chain(ScriptParser(reader.script(""), offer, str), parser_of(form, offer))
+        events = ScriptParser(reader.script("", form.script), offer, str)
         names = [event.name for event in events.push(text) + events.finish() if isinstance(event, ToolCallStart)]
         assert names, text
 

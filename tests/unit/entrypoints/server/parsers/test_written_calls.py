@@ -11,8 +11,9 @@ from typing import Any
 
 import pytest
 from test_transcripts import FERRY, OFFER, Said, read, told, tool_parser
+from test_transcripts import parser_of as parser_with
 
-from quire.entrypoints.server.parsers.base import Chain, ContentEvent, Parser
+from quire.entrypoints.server.parsers.base import ContentEvent, Parser
 from quire.entrypoints.server.parsers.forms import Form
 from quire.entrypoints.server.parsers.generic import JSON_CALLS, json_arguments, learned_form
 from quire.entrypoints.server.parsers.reader import ScriptParser
@@ -189,7 +190,8 @@ def test_text_and_thoughts_come_first(name: str) -> None:
         thought = THOUGHTS["deepseek_r1"]
 
         def make() -> Parser:
-            return Chain(ScriptParser(thought.script(""), OFFER, str), parser_of(name))
+            form = LEARNED[name] if name in LEARNED else TOOL_FORMS[name]
+            return parser_with(thought.script("", form.script))
 
         check(
             make,

@@ -1,4 +1,4 @@
-"""The scanner lets pass what is JSON and nothing else, however it is cut."""
+"""What passes is JSON and nothing else, however it is cut."""
 
 import json
 from typing import Any
@@ -7,7 +7,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from quire.entrypoints.server.parsers.json_scanner import MAX_DEPTH, JsonScanner, NoJsonError
+from quire.entrypoints.server.parsers.base import Offer
+from quire.entrypoints.server.parsers.json_script import MAX_DEPTH, json_text
+from quire.entrypoints.server.parsers.reader import Reader, WrongCallError
 
 VALUES = st.recursive(
     st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False, allow_infinity=False) | st.text(),
@@ -18,16 +20,17 @@ VALUES = st.recursive(
 
 def scan(*pieces: str) -> tuple[str, int]:
     """What it lets pass, and how many characters it took."""
-    scanner, passed, taken = JsonScanner(), "", 0
+    read, passed, num_fed, end = Reader(Offer(), str), list[str](), 0, "..."
+    script = json_text(read, passed.append)
     for piece in pieces:
+        read.feed(piece)
+        num_fed += len(piece)
         try:
-            passed += scanner.feed(piece)
-        except NoJsonError:
-            return passed + scanner.flush() + "!", taken + scanner.taken
-        taken += scanner.taken
-        if scanner.done:
-            return passed, taken
-    return passed + "...", taken
+            next(script)
+        except (StopIteration, WrongCallError) as error:
+            end = "!" if isinstance(error, WrongCallError) else ""
+            break
+    return "".join(passed) + end, num_fed - len(read._text[read._at :])
 
 
 @given(VALUES, st.sampled_from([None, 0, 2]), st.booleans(), st.lists(st.integers(0, 400), max_size=4))
