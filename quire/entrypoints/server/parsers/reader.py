@@ -229,7 +229,8 @@ class Reader:
         Raises:
             WrongCallError: there is none, or it is none of these, where there are any.
         """
-        found = yield from self.peek()
+        while (found := self._text[self._at : self._at + 1]) == "" and not self._closed:
+            yield
         if not found or (choices and found not in choices):
             raise WrongCallError
         self._at += 1
