@@ -56,8 +56,8 @@ async def read_completion(state: ServerState, body: CompletionRequest, request_i
         cached_tokens=state.args.enable_prompt_tokens_details,
     )
     turn = Turn(len(prompts), params.n, rules)
-    logprobs = None if body.logprobs is None else _LogprobWriter(state.llm.tokenizer, as_ids, body)
-    writer = CompletionWriter(body, (f"cmpl-{request_id}", int(time.time()), model), turn, logprobs, echoes)
+    head = (f"cmpl-{request_id}", int(time.time()), model)
+    writer = CompletionWriter(body, head, turn, state.llm.tokenizer, as_ids, echoes)
     writer.opens_large = bool(body.echo) and body.logprobs is not None and sum(lengths) * params.n > _LONG
     return TurnRequest(request_id, prompts, params, terms_of(body, state.llm), adapter, names_of(body)), writer
 
@@ -74,14 +74,20 @@ class CompletionWriter:
     """Writes one request's answer. See `Writer`."""
 
     def __init__(
-        self, body: CompletionRequest, head: Head, turn: Turn, logprobs: "_LogprobWriter | None", echoes: list[str]
+        self,
+        body: CompletionRequest,
+        head: Head,
+        turn: Turn,
+        tokenizer: Tokenizer | None,
+        as_ids: bool,
+        echoes: list[str],
     ) -> None:
         self.turn = turn
         self.ends_with_usage = body.wants_final_usage
         self.opens_large = False
         self._body, self._head = body, head
         self._running_usage = body.wants_running_usage
-        self._logprobs, self._echoes = logprobs, echoes
+        self._tokenizer, self._as_ids, self._echoes = tokenizer, as_ids, echoes
         self._offsets: dict[int, int] = {}  # choice -> characters of its text before the next token
         # Once for all choices of a prompt.
         self._echoed: dict[int, tuple[CompletionLogprobs, int]] = {}
@@ -111,8 +117,8 @@ class CompletionWriter:
         choice = responses.CompletionChoice(delta.index, text)
         if finish is not None:
             choice.finish_reason, choice.stop_reason = finish.reason, finish.stop_reason
-        if self._logprobs is not None:
-            choice.logprobs = self._logprobs_of(delta, self._logprobs)
+        if body.logprobs is not None:
+            choice.logprobs = self._logprobs_of(delta)
         if delta.begins and body.echo:
             choice.text = self._echoes[delta.place] + text
         if body.return_token_ids:
@@ -124,26 +130,19 @@ class CompletionWriter:
             choice.prompt_logprobs = self._prompt_logprobs[delta.place]
         return choice
 
-    def _logprobs_of(self, delta: Delta, writer: "_LogprobWriter") -> CompletionLogprobs:
+    def _logprobs_of(self, delta: Delta) -> CompletionLogprobs:
         """Of the delta's tokens; of the echoed prompt's before them."""
         echoed, start, echo = None, self._offsets.get(delta.index, 0), self._echoes[delta.place]
         if delta.begins and self._body.echo:
             if delta.place not in self._echoed:
                 output = delta.output
-                self._echoed[delta.place] = writer.write(output.prompt_token_ids, output.prompt_logprobs or (), 0, echo)
+                told = self._logprobs(output.prompt_token_ids, output.prompt_logprobs or (), 0, echo)
+                self._echoed[delta.place] = told
             echoed, start = self._echoed[delta.place]
-        written, self._offsets[delta.index] = writer.write(delta.token_ids, delta.logprobs, start, echo)
+        written, self._offsets[delta.index] = self._logprobs(delta.token_ids, delta.logprobs, start, echo)
         return written if echoed is None else CompletionLogprobs(*map(add, astuple(echoed), astuple(written)))
 
-
-class _LogprobWriter:
-    """Writes the logprobs of tokens."""
-
-    def __init__(self, tokenizer: Tokenizer | None, as_ids: bool, body: CompletionRequest) -> None:
-        self._tokenizer, self._as_ids = tokenizer, as_ids
-        self._skips_special = body.skip_special_tokens is not False
-
-    def write(
+    def _logprobs(
         self, token_ids: list[int], entries: Sequence[dict[int, Logprob] | None], start: int, echo: str
     ) -> tuple[CompletionLogprobs, int]:
         """Of these tokens, and where the next one begins in the choice's text.
@@ -170,7 +169,7 @@ class _LogprobWriter:
             return len(text)
         if offset < len(echo):
             return len(text) if echo.startswith(text, offset) else 0
-        return 0 if self._skips_special else len(text)
+        return 0 if self._body.skip_special_tokens is not False else len(text)
 
     def _top(self, token_id: int, name: str, entry: dict[int, Logprob]) -> dict[str, float]:
         """By token text. Of two tokens of one text the later goes by its id, and the chosen one comes first."""

@@ -13,7 +13,7 @@ from fastapi.testclient import TestClient
 
 from quire.entrypoints.server import service
 from quire.entrypoints.server.completion_request import CompletionRequest
-from quire.entrypoints.server.dialects.completions import CompletionWriter, _LogprobWriter
+from quire.entrypoints.server.dialects.completions import CompletionWriter
 from quire.errors import OverloadedError
 from quire.protocol.step import Failure, FailureKind
 from quire.text.tokenizer import Tokenizer
@@ -237,13 +237,13 @@ def test_what_the_engine_is_told_of_many_prompts_is_bounded(make_server: Callabl
 
 def test_echoed_entries_are_made_once_for_a_prompt(client: TestClient, monkeypatch: pytest.MonkeyPatch) -> None:
     tokens: list[int] = []
-    write = _LogprobWriter.write
+    write = CompletionWriter._logprobs
 
     def noted(self: Any, token_ids: list[int], *args: Any) -> Any:
         tokens.extend(token_ids)
         return write(self, token_ids, *args)
 
-    monkeypatch.setattr(_LogprobWriter, "write", noted)
+    monkeypatch.setattr(CompletionWriter, "_logprobs", noted)
     choices = post(client, **AMPLIFIED)["choices"]
     assert len(choices) == 48
     assert len(tokens) == 3 * 60 + 48
