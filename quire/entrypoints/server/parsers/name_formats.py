@@ -63,16 +63,13 @@ _MISTRAL, _ARGS, _ID = "[TOOL_CALLS]", "[ARGS]", "[CALL_ID]"
 def _mistral_script(read: Reader) -> Script[None]:
     new_id = read.new_id
     read.new_id = lambda: new_id()[-9:]
-    while mark := (yield from read.text(_MISTRAL)):
-        with read.attempt(mark):
-            yield from read.space()
-            if (yield from read.peek()) in ("[", "{"):
-                yield from json_calls(read)
-            else:
-                yield from _mistral_call(read)
+    yield from marked(_mistral_call, _MISTRAL)(read)
 
 
-def _mistral_call(read: Reader) -> Script[None]:
+def _mistral_call(read: Reader, _: str) -> Script[None]:
+    yield from read.space()
+    if (yield from read.peek()) in ("[", "{"):
+        return (yield from json_calls(read))
     name, mark = yield from read.until(_ARGS, _ID, "{", most=MAX_NAME)
     id = (yield from read.until(_ARGS, most=MAX_NAME))[0].strip() if mark == _ID else None
     read.start(name.strip(), id)

@@ -4,6 +4,7 @@ Only the names of tools on offer make a call; each argument is sent when it is c
 """
 
 import ast
+import json
 from typing import Any
 
 from quire.entrypoints.server.parsers.calls import ArgumentWriter, whole_or_marked
@@ -13,7 +14,6 @@ from quire.entrypoints.server.parsers.reader import MAX_NAME, Reader, Script, Wr
 _START, _END = "<|python_start|>", "<|python_end|>"
 _MAX_ARGUMENT = 1 << 16  # characters
 _OPENS, _CLOSES = "([{", ")]}"
-_INFINITE = (float("inf"), float("-inf"))
 _JSON_NAMES = {"true": True, "false": False, "null": None}
 
 
@@ -78,26 +78,18 @@ def _expression(read: Reader) -> Script[tuple[str, str]]:
 
 
 def _value(text: str) -> Any:
-    """A Python literal; JSON's names pass, too."""
+    """A Python literal that JSON has, too; JSON's names pass."""
     try:
-        return _plain(ast.parse(text.strip(), mode="eval").body)
-    except (ValueError, SyntaxError, RecursionError, MemoryError):
+        value = ast.literal_eval(_JSONNames().visit(ast.parse(text.strip(), mode="eval")))
+        json.dumps(value, allow_nan=False)
+    except (ValueError, TypeError, SyntaxError, RecursionError, MemoryError):
         raise WrongCallError from None
+    return value
 
 
-def _plain(node: ast.expr) -> Any:
-    match node:
-        case ast.Constant(value=str() | int() | float() | bool() | None as value) if value not in _INFINITE:
-            return value
-        case ast.Name(id=name) if name in _JSON_NAMES:
-            return _JSON_NAMES[name]
-        case ast.UnaryOp(op=ast.USub(), operand=ast.Constant(value=int() | float() as value)) if value not in _INFINITE:
-            return -value
-        case ast.List(elts=items) | ast.Tuple(elts=items):
-            return [_plain(item) for item in items]
-        case ast.Dict(keys=keys, values=values):
-            return {str(_plain(key)): _plain(value) for key, value in zip(keys, values, strict=True) if key is not None}
-    raise ValueError("no literal")
+class _JSONNames(ast.NodeTransformer):
+    def visit_Name(self, node: ast.Name) -> ast.expr:
+        return ast.Constant(_JSON_NAMES[node.id]) if node.id in _JSON_NAMES else node
 
 
 _FRAME = Frame("", keyword_call(), before="[", between=", ", after="]")
