@@ -129,10 +129,7 @@ class _App(FastAPI):
 
     def openapi(self) -> dict[str, Any]:
         if self.openapi_schema is None:
-            schema = super().openapi()
-            _describe_errors(schema)
-            if self.state.quire.args.api_key:
-                _describe_keys(schema)
+            _describe_errors(super().openapi(), needs_key=bool(self.state.quire.args.api_key))
         return super().openapi()
 
 
@@ -157,17 +154,15 @@ def _error_content(path: str) -> dict[str, Any]:
     return {"application/json": {"schema": {"$ref": f"#/components/schemas/{name}"}}}
 
 
-def _operations(schema: dict[str, Any]) -> list[tuple[str, dict[str, Any]]]:
-    return [(path, operation) for path, item in schema["paths"].items() for operation in item.values()]
-
-
-def _describe_errors(schema: dict[str, Any]) -> None:
-    """Errors of OpenAI's form, in place of FastAPI's 422."""
+def _describe_errors(schema: dict[str, Any], needs_key: bool) -> None:
+    """Errors of OpenAI's form, in place of FastAPI's 422; and where an API key is needed."""
     schemas = schema.setdefault("components", {}).setdefault("schemas", {})
     for name in ("HTTPValidationError", "ValidationError"):
         schemas.pop(name, None)
     schemas |= {name: {"title": name, **fields} for name, fields in _ERROR_SCHEMAS.items()}
-    for path, operation in _operations(schema):
+    if needs_key:
+        schema["components"]["securitySchemes"] = {"APIKey": {"type": "http", "scheme": "bearer"}}
+    for path, operation in ((path, own) for path, item in schema["paths"].items() for own in item.values()):
         content, responses = _error_content(path), operation["responses"]
         responses.pop("422", None)
         statuses = [431, 500]
@@ -179,13 +174,8 @@ def _describe_errors(schema: dict[str, Any]) -> None:
             statuses.append(529)
         if operation.get("tags") == ["admin"]:
             statuses.append(403)
+        if needs_key and path not in PUBLIC_PATHS:
+            operation["security"] = [{"APIKey": []}]
+            statuses.append(401)
         for status in statuses:
             responses.setdefault(str(status), {"description": STATUSES[status][2], "content": content})
-
-
-def _describe_keys(schema: dict[str, Any]) -> None:
-    schema["components"]["securitySchemes"] = {"APIKey": {"type": "http", "scheme": "bearer"}}
-    for path, operation in _operations(schema):
-        if path not in PUBLIC_PATHS:
-            operation["security"] = [{"APIKey": []}]
-            operation["responses"]["401"] = {"description": STATUSES[401][2], "content": _error_content(path)}
