@@ -22,6 +22,7 @@ from quire.entrypoints.server.unknown_fields import warn_client
 from quire.errors import EngineDeadError, InvalidRequestError
 from quire.text.tokenizer import Tokenizer
 
+_OF_CHAT = ("chat_template", "tools", "add_generation_prompt", "continue_final_message", "chat_template_kwargs")
 _PART = 1 << 16  # entries of a list that are encoded at a time: a millisecond's worth
 
 router = APIRouter(route_class=JsonRoute)
@@ -44,7 +45,8 @@ async def tokenize(body: forms.TokenizeRequest, state: State) -> Response:
     """Token ids of a text, or of a conversation as the chat template writes it."""
     state.admit(body)
     tokenizer, of_chat = _tokenizer(state), forms.is_chat(body)
-    text = await _render(body, state) if of_chat else body.prompt
+    options = {name: getattr(body, name) for name in _OF_CHAT}
+    text = await conversation_text(state, body.messages, **options) if of_chat else body.prompt
     ids = await state.llm.token_ids(text, not of_chat if body.add_special_tokens is None else body.add_special_tokens)
     strings = await asyncio.to_thread(tokenizer.convert_ids_to_tokens, ids) if body.return_token_strs else None
     answer = {"count": len(ids), "max_model_len": state.llm.config.model.max_model_len}
@@ -65,11 +67,6 @@ async def _encode_with_lists(answer: dict[str, Any], **lists: list[Any] | None) 
         parts[-1] += b"" if entries is None else b"]"
     parts[-1] += b"}"
     return parts
-
-
-async def _render(body: forms.TokenizeRequest, state: ServerState) -> str:
-    names = ("chat_template", "tools", "add_generation_prompt", "continue_final_message", "chat_template_kwargs")
-    return await conversation_text(state, body.messages, **{name: getattr(body, name) for name in names})
 
 
 @router.post("/detokenize", tags=["tokenizer"])

@@ -104,13 +104,9 @@ async def live(request: Request, model: str | None = None) -> StreamingResponse:
     """The event stream of the page. `model`: which, where there are several; looking loads none."""
     state, name = get_state(request), get_state(request).check_model(model)
     if (loaded := state.loaded(name)) is None:
-        events = _tell_unloaded(name)
+        events = [_event("ended", {"message": f"{name} is not loaded; a request to it loads it."})]
     else:
         loaded.live_feed = loaded.live_feed or LiveFeed(loaded.llm, loaded.metrics)
         events = loaded.live_feed.watch()
     headers = {"Cache-Control": "no-store", "X-Accel-Buffering": "no"}
     return StreamingResponse(events, headers=headers, media_type="text/event-stream")
-
-
-async def _tell_unloaded(name: str) -> AsyncGenerator[bytes, None]:
-    yield _event("ended", {"message": f"{name} is not loaded; a request to it loads it."})
