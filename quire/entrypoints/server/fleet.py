@@ -254,7 +254,7 @@ class Fleet:
             state=self._policy.models[name].state,
             size=listed.num_bytes,
             memory=0 if model.client is None else _resident_bytes(model.client.pid),
-            num_requests=self._policy.models[name].num_users + num_waiting,
+            num_requests=len(self._policy.models[name].users) + num_waiting,
             error=model.error,
         )
 

@@ -31,7 +31,6 @@ class Ticket:
     model: str
     since: float
     verdict: Literal["waiting", "granted", "refused", "failed"] = "waiting"
-    birth: int = 0  # which of the model's loads it was granted
 
 
 @dataclass
@@ -49,10 +48,9 @@ class Model:
 
     size: int
     state: State = "unloaded"
-    num_users: int = 0  # requests that were granted it, and jobs that outlive them
+    users: set[Ticket] = field(default_factory=set[Ticket])  # of requests that have it, and of jobs that outlive them
     begun: float = 0.0  # when the last one was granted it
     left: float = 0.0  # when the last one let go
-    birth: int = 0
 
 
 class LoadPolicy:
@@ -77,16 +75,16 @@ class LoadPolicy:
         model = self.models[ticket.model]
         if ticket in self.waiting:
             self.waiting.remove(ticket)
-        elif ticket.verdict == "granted" and ticket.birth == model.birth:
-            model.num_users -= 1
-            model.left, ticket.birth = now, -1
+        elif ticket in model.users:
+            model.users.remove(ticket)
+            model.left = now
         return self.advance(now)
 
     def share(self, name: str) -> Ticket:
         """A ticket for work that outlives the request which began it, and which still has the model."""
-        model = self.models[name]
-        model.num_users += 1
-        return Ticket(name, 0.0, "granted", model.birth)
+        ticket = Ticket(name, 0.0, "granted")
+        self.models[name].users.add(ticket)
+        return ticket
 
     def loaded(self, name: str, now: float) -> Orders:
         """A model is ready."""
@@ -108,8 +106,8 @@ class LoadPolicy:
     def died(self, name: str, now: float) -> Orders:
         """A model's engine is dead: it is being unloaded, whoever has it."""
         model = self.models[name]
-        model.state, model.num_users = "unloading", 0
-        model.birth += 1
+        model.state = "unloading"
+        model.users.clear()
         return self.advance(now)
 
     def unloaded(self, name: str, now: float) -> Orders:
@@ -125,8 +123,8 @@ class LoadPolicy:
         for ticket in list(self.waiting):
             model = self.models[ticket.model]
             if model.state == "ready" and ticket.model != held:
-                model.num_users += 1
-                model.begun, ticket.birth = now, model.birth
+                model.users.add(ticket)
+                model.begun = now
                 self._decide(ticket, "granted", orders)
             elif model.state != "loading" and now - ticket.since >= self.limits.max_wait:
                 self._decide(ticket, "refused", orders)
@@ -150,9 +148,7 @@ class LoadPolicy:
             self._unload(min(idle, key=lambda other: self.models[other].left), orders)
         if not self._fits(name, ("loading", "ready", "unloading")):
             return False  # until those are gone
-        model = self.models[name]
-        model.state = "loading"
-        model.birth += 1
+        self.models[name].state = "loading"
         orders.load.append(name)
         return True
 
@@ -167,7 +163,7 @@ class LoadPolicy:
         return min(ready, key=lambda name: self.models[name].begun, default=None)
 
     def _is_idle(self, name: str) -> bool:
-        return self.models[name].state == "ready" and not self.models[name].num_users
+        return self.models[name].state == "ready" and not self.models[name].users
 
     def _unload(self, name: str, orders: Orders) -> None:
         self.models[name].state = "unloading"

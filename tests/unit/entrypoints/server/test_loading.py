@@ -137,14 +137,14 @@ def test_death_and_birth_again_while_the_first_requests_still_end() -> None:
     policy = policy_of()
     old = load(policy, "a", 0)
     job = policy.share("a")
-    assert policy.models["a"].num_users == 2
+    assert len(policy.models["a"].users) == 2
     policy.died("a", 1)
     policy.ask("a", 1)
     assert policy.unloaded("a", 2).load == ["a"]
     policy.loaded("a", 3)
     policy.leave(old, 4)
     policy.leave(job, 4)
-    assert policy.models["a"].num_users == 1
+    assert len(policy.models["a"].users) == 1
 
 
 def test_who_leaves_while_waiting_is_forgotten() -> None:
@@ -154,7 +154,7 @@ def test_who_leaves_while_waiting_is_forgotten() -> None:
     policy.leave(b, 2)
     assert policy.waiting == []
     policy.leave(b, 2)
-    assert policy.models["b"].num_users == 0
+    assert len(policy.models["b"].users) == 0
 
 
 EVENTS = st.lists(
@@ -173,15 +173,15 @@ def test_any_sequence_of_events(events: list[tuple[str, int]], keep_alive: float
 
     def take(orders: Orders) -> None:
         for name in orders.unload:
-            assert policy.models[name].num_users == 0
+            assert not policy.models[name].users
         todo.extend([("load", name) for name in orders.load] + [("unload", name) for name in orders.unload])
         there = [name for name in SIZES if policy.models[name].state != "unloaded"]
         assert len(there) <= max_loaded
         assert sum(SIZES[name] for name in there) <= 10
         assert sorted(name for _, name in todo) == sorted(n for n in SIZES if policy.models[n].state.endswith("ing"))
         for name in SIZES:
-            granted = [t for t in tickets if t.model == name and t.verdict == "granted" and t.birth >= 0]
-            assert policy.models[name].state != "ready" or policy.models[name].num_users <= len(granted)
+            granted = [t for t in tickets if t.model == name and t.verdict == "granted"]
+            assert policy.models[name].state != "ready" or policy.models[name].users <= {*granted}
         assert all(ticket in tickets and ticket.verdict == "waiting" for ticket in policy.waiting)
 
     def finish() -> None:
