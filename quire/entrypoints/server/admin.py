@@ -216,7 +216,7 @@ async def unpin_prefix(name: str, state: Changeable) -> Response:
     return Response(status_code=200)
 
 
-@router.post("/reset_prefix_cache", tags=["admin"], responses={409: {"description": "Requests are running."}})
+@router.post("/reset_prefix_cache", tags=["admin"], responses=_BUSY)
 async def reset_prefix_cache(
     state: Changeable, reset_running_requests: bool = False, reset_external: bool = False
 ) -> Response:

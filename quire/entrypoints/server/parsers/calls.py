@@ -37,7 +37,7 @@ def json_calls(read: Reader, known: bool = False) -> Script[None]:
         yield from read.literal("]")
 
 
-def marked(call: Callable[[Reader, str], Script[None]], *marks: str, around: tuple[str, ...] = ()) -> Reads:
+def marked(call: Callable[[Reader, str], Script[object]], *marks: str, around: tuple[str, ...] = ()) -> Reads:
     """The script of calls that each follow a mark, which `call` is told; marks `around` them are no text either."""
 
     def script(read: Reader) -> Script[None]:
