@@ -41,17 +41,13 @@ class EventWriter(Protocol):
         """Those of a part of it: more text, more of a thought or of a call."""
         return []
 
-    def close(self, num_reasoning_tokens: int) -> list[Event]:
+    async def close(self) -> list[Event]:
         """The last events; the answer is complete then."""
         return []
 
     def fail(self, error: ErrorInfo) -> list[Event]:
         """The last events of a stream that failed."""
         return []
-
-    def reasoning(self) -> str:
-        """All that was thought so far, where the API tells how long that is."""
-        return ""
 
     def answer(self) -> dict[str, Any]:
         """The answer as it stands."""
@@ -72,8 +68,7 @@ async def events_of(
             events = [event for delta in deltas for event in writer.take(delta)]
             if events:
                 yield events
-    thought = writer.reasoning()
-    yield writer.close(len(await state.llm.token_ids(thought, False)) if thought else 0)
+    yield await writer.close()
 
 
 def named_event(event: Event) -> bytes:

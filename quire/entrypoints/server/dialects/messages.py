@@ -89,7 +89,7 @@ class MessageWriter(EventWriter):
             case ToolCallEnd():
                 return self._close_block()
 
-    def close(self, num_reasoning_tokens: int) -> list[Event]:
+    async def close(self) -> list[Event]:
         events = [] if self._content else self._begin({"type": "text", "text": ""})
         events += self._close_block()
         end = {"type": "message_delta", "delta": self._stop(), "usage": self._usage()}

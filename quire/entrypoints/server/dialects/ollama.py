@@ -108,7 +108,7 @@ class OllamaWriter(EventWriter):
                 return [self._piece(calls=self._calls[-1:])]
         return []
 
-    def close(self, num_reasoning_tokens: int) -> list[Event]:
+    async def close(self) -> list[Event]:
         return [self._piece() | self._end()]
 
     def fail(self, error: ErrorInfo) -> list[Event]:

@@ -12,6 +12,7 @@ from typing import Any
 
 import msgspec
 
+from quire.engine.async_llm import AsyncLLM
 from quire.entrypoints.server.dialects.chat import ChatWriter
 from quire.entrypoints.server.dialects.responses_input import Item, chat_fields, messages_of, read_items, without_oldest
 from quire.entrypoints.server.dialects.through_chat import read_through_chat
@@ -89,7 +90,7 @@ async def read_response(
         msgspec.msgpack.encode(head)  # as it will be kept
     except OverflowError:
         raise InvalidRequestError("the request holds an integer of more than 64 bits; write it as text.") from None
-    return request, ResponseWriter(head, items, chat)
+    return request, ResponseWriter(state.llm, head, items, chat)
 
 
 async def _read_fitting(
@@ -157,8 +158,8 @@ class ResponseWriter(EventWriter):
         items: the whole input, with what came before it.
     """
 
-    def __init__(self, head: dict[str, Any], items: list[dict[str, Any]], chat: ChatWriter) -> None:
-        self.turn, self.items = chat.turn, items
+    def __init__(self, llm: AsyncLLM, head: dict[str, Any], items: list[dict[str, Any]], chat: ChatWriter) -> None:
+        self.turn, self.items, self._llm = chat.turn, items, llm
         spaces = [(space["name"], space["tools"]) for space in head["tools"] if space.get("type") == "namespace"]
         pairs = [{"namespace": name, "name": tool.get("name")} for name, tools in spaces for tool in tools]
         self._names = {flat_name(pair): pair for pair in pairs}
@@ -186,9 +187,6 @@ class ResponseWriter(EventWriter):
 
     def answer(self) -> dict[str, Any]:
         return {**self._head, **self._end, "output": list(self._output)}
-
-    def reasoning(self) -> str:
-        return "".join(self._thoughts)
 
     def open(self) -> list[Event]:
         events = [self._event("response.created", response=self.answer())]
@@ -226,7 +224,8 @@ class ResponseWriter(EventWriter):
             case ToolCallEnd():  # which one has, too, that the length cut
                 return self._close_item("completed" if is_object("".join(self._pieces)) else "incomplete")
 
-    def close(self, num_reasoning_tokens: int) -> list[Event]:
+    async def close(self) -> list[Event]:
+        thought_ids = await self._llm.token_ids("".join(self._thoughts), False)
         is_cut = self.finish is not None and self.finish.reason == "length"
         events = [] if self._output or is_cut else self._begin("message", "msg")
         self._logprobs += self._waiting  # of what ended it: it may have come with the last text, or after it
@@ -236,7 +235,7 @@ class ResponseWriter(EventWriter):
             "input_tokens": num_input,
             "input_tokens_details": {"cached_tokens": num_cached or 0, "cache_write_tokens": 0},
             "output_tokens": num_output,
-            "output_tokens_details": {"reasoning_tokens": min(num_reasoning_tokens, num_output)},
+            "output_tokens_details": {"reasoning_tokens": min(len(thought_ids), num_output)},
             "total_tokens": num_input + num_output,
         }
         if is_cut:
