@@ -103,26 +103,17 @@ async def _read_fitting(
         given = fields | {"messages": messages_of(without_oldest(items, num_out), body.instructions)}
         return await read_through_chat(state, body, request_id, given, _NAMES)
 
-    try:
-        return await attempt(0)
-    except InvalidRequestError as error:
-        if not _is_too_long(error) or body.truncation != "auto" or len(items) == 1:
-            raise
-    low, high = 1, len(items) - 1
-    fitting = await attempt(high)
-    while low < high:
-        middle = (low + high) // 2
+    fitting, low, num_out = None, 0, 0
+    high = len(items) - 1 if body.truncation == "auto" else 0
+    while fitting is None or low < high:
         try:
-            fitting, high = await attempt(middle), middle
+            fitting, high = await attempt(num_out), num_out
         except InvalidRequestError as error:
-            if not _is_too_long(error):
+            if error.code != "context_length_exceeded" or low == high:
                 raise
-            low = middle + 1
+            low = num_out + 1
+        num_out = (low + high) // 2
     return fitting
-
-
-def _is_too_long(error: InvalidRequestError) -> bool:
-    return error.code == "context_length_exceeded"
 
 
 def _num_parts(given: str | list[Item]) -> int:
