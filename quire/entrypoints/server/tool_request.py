@@ -72,10 +72,9 @@ def _function(tool: Any, where: str) -> Function:
         raise InvalidRequestError(f"{where}: the parameters of {name!r} must be a JSON schema of an object.", "tools")
     if not isinstance(schema.get("properties", {}), dict):
         raise InvalidRequestError(f"{where}: the properties of {name!r} must be an object.", "tools")
-    strict, description = given.get("strict"), given.get("description")
-    if type(strict) not in (bool, type(None)):
+    if type(strict := given.get("strict")) not in (bool, type(None)):
         raise InvalidRequestError(f"{where}: strict of {name!r} must be true, false or null.", "tools")
-    return Function(name, schema, bool(strict), description if isinstance(description, str) else "", where)
+    return Function(name, schema, bool(strict), where)
 
 
 def _named(tool: Any, names: Sequence[str], where: str) -> str:

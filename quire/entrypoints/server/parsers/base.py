@@ -53,7 +53,6 @@ class Function(Struct, frozen=True):
     name: str
     parameters: dict[str, Any] = {}  # JSON schema of an object
     strict: bool = False  # arguments have to obey the schema, so a grammar holds them
-    description: str = ""
     where: str = "tools"  # in the request, for errors
 
 
