@@ -6,6 +6,7 @@
 import asyncio
 import time
 from collections.abc import Sequence
+from functools import partial
 from operator import add
 from typing import Any
 
@@ -189,7 +190,5 @@ async def _echo(llm: AsyncLLM, prompt: PreparedPrompt, body: CompletionRequest) 
     assert llm.tokenizer is not None, "echo without a tokenizer was refused"
     if prompt.text is not None and not body.truncate_prompt_tokens:
         return prompt.text
-    token_ids, skip = prompt.token_ids, body.skip_special_tokens is not False
-    if len(token_ids) <= _LONG:
-        return llm.tokenizer.decode(token_ids, skip)
-    return await asyncio.to_thread(llm.tokenizer.decode, token_ids, skip)
+    decode = partial(llm.tokenizer.decode, prompt.token_ids, body.skip_special_tokens is not False)
+    return decode() if len(prompt.token_ids) <= _LONG else await asyncio.to_thread(decode)

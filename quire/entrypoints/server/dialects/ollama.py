@@ -141,11 +141,6 @@ def line(event: Event) -> bytes:
     return encode(event) + b"\n"
 
 
-def now() -> str:
-    """The time, as Ollama writes it."""
-    return datetime.now(UTC).isoformat().replace("+00:00", "Z")
-
-
 def loaded(body: AnyRequest, model: str) -> dict[str, Any]:
     """The answer to a request that asks for nothing."""
     return _piece(body, model) | {"done": True, "done_reason": "load"}
@@ -155,7 +150,7 @@ def _piece(
     body: AnyRequest, model: str, text: str = "", thought: str = "", calls: Sequence[dict[str, Any]] = ()
 ) -> Event:
     """Some of an answer."""
-    head = {"model": model, "created_at": now()}
+    head = {"model": model, "created_at": datetime.now(UTC).isoformat().replace("+00:00", "Z")}
     more: dict[str, Any] = {"thinking": thought} if thought else {}
     if not isinstance(body, forms.OllamaChatRequest):
         return {**head, "response": text, **more, "done": False}
