@@ -59,7 +59,7 @@ def read_quantization(
         _check_groups(found, model)
     elif method in _BITS:
         _check_integers(found, method, model)
-    if str(found.get("activation_scheme", "dynamic")) == "static" or any(map(_is_other, _activations(found))):
+    if str(found.get("activation_scheme", "dynamic")) == "static" or _rounds_otherwise(found):
         logger.info("%s names a quantization of activations: they are kept in the model's type here", model)
     return found
 
@@ -113,13 +113,10 @@ def _groups(found: Mapping[str, Any]) -> list[Any]:
     return list(groups.values()) if isinstance(groups, dict) else [groups]
 
 
-def _is_other(activations: Any) -> bool:
-    """Whether they are to be rounded to something else than the integers of eight bits that products take."""
-    return bool(activations) and (activations.get("num_bits"), activations.get("type", "int")) != (8, "int")
-
-
-def _activations(found: Mapping[str, Any]) -> list[Any]:
-    return [group.get("input_activations") for group in _groups(found) if isinstance(group, dict)]
+def _rounds_otherwise(found: Mapping[str, Any]) -> bool:
+    """Whether activations are to be rounded to something else than the integers of eight bits that products take."""
+    all_told = [group.get("input_activations") for group in _groups(found) if isinstance(group, dict)]
+    return any(told and (told.get("num_bits"), told.get("type", "int")) != (8, "int") for told in all_told)
 
 
 def _check_groups(found: dict[str, Any], model: str) -> None:
