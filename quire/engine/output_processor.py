@@ -82,9 +82,8 @@ class RequestRecord:
         self._tells_text = self._delta and self.num_left == args.stream_interval == 1 and params.detokenize
 
     def _detokenizer(self) -> IncrementalDetokenizer | None:
-        if not self.params.detokenize:
+        if self.tokenizer is None or not self.params.detokenize:
             return None
-        assert self.tokenizer is not None, "the input processor turns detokenize off where there is no tokenizer"
         return IncrementalDetokenizer(self.tokenizer, self.shown.prompt_token_ids, self.params)
 
     def update(self, news: SequenceOutput, now: float) -> bool:

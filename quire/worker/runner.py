@@ -78,6 +78,7 @@ class ModelRunner:
         adapters: those that rows run with, where the model has places for any.
         ahead: on a device that draws where logits are, what it does of that.
         before, after: links to the stages whose layers come before and after the model's, where it has not all.
+        begun: the step that is begun and is to be sampled here.
     """
 
     device: Device
@@ -91,13 +92,13 @@ class ModelRunner:
     ahead: Ahead | None = None
     before: AnyLink | None = None
     after: AnyLink | None = None
+    begun: _Begun | None = None
     _passed: deque[StepPlan] = field(default_factory=deque)  # to be sampled by the last stage
-    _begun: _Begun | None = None
     _masks: list[Mask] = field(default_factory=list)  # of the last guide: the next one's lie there too, as a rule
 
     def begin(self, plan: StepPlan) -> None:
         """Bring the rows up to date and compute the plan's tokens; `finish` comes next."""
-        assert self._begun is None, "a step is begun and not finished"
+        assert self.begun is None, "a step is begun and not finished"
         speculation = self.speculation
         start = speculation.now() if speculation is not None else 0.0
         self._update_rows(plan)
@@ -132,15 +133,10 @@ class ModelRunner:
             ends = batch.ends
         self._pass_on(_Begun(plan, batch.rows, ends, hidden, adapters, call))
 
-    @property
-    def is_busy(self) -> bool:
-        """Whether a step is begun that is to be sampled here."""
-        return self._begun is not None
-
     def _pass_on(self, begun: _Begun) -> None:
         """A step is computed: `finish` samples it here, or `take` hears what another stage has sampled."""
         if self.after is None:
-            self._begun = begun
+            self.begun = begun
             return
         self._passed.append(begun.plan)
         for one, row in zip(begun.plan.scheduled, begun.rows, strict=True):
@@ -164,8 +160,8 @@ class ModelRunner:
         """Sample the plan that was begun, under the masks of `guide`."""
         if self.ahead is not None and self.ahead.steps:
             return self.ahead.hear()
-        assert self._begun is not None, "no step is begun"
-        begun, self._begun = self._begun, None
+        assert self.begun is not None, "no step is begun"
+        begun, self.begun = self.begun, None
         scheduled, rows = begun.plan.scheduled, begun.rows
         if guide is None and begun.call is not None and (drawn := self._draw_each(begun, begun.call)):
             return StepResult(step_id=begun.plan.step_id, results=[SequenceResult([token_id]) for token_id in drawn])
@@ -190,7 +186,7 @@ class ModelRunner:
             if plan.scheduled and self.before is not None:
                 self.before.arrived(plan.num_tokens)
                 self.before.done()
-        self._begun = None
+        self.begun = None
         if self.ahead is not None:
             self.ahead.steps.clear()
         self._passed.clear()

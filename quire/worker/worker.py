@@ -142,11 +142,15 @@ class Worker:
         layer_bytes = [itemsize * math.prod(shape) for shape in shapes]
         block_bytes = [sum(layer_bytes[layer] for layer in group.layers) for group in groups]
         meter = device.meter(self._runnable, self._layers, len(groups))
+        try:
+            activation_bytes = meter.activation_bytes(config.max_num_batched_tokens, max_rows)
+        except torch.OutOfMemoryError as error:
+            raise ConfigError("no room for the largest step: lower max_num_batched_tokens or max_num_seqs.") from error
         return CacheReport(
             total_bytes=device.total_bytes(),
             other_bytes=device.other_bytes,
             available_bytes=max(0, device.available_bytes() - mapped * config.num_sharers) // config.num_sharers,
-            activation_bytes=meter.activation_bytes(config.max_num_batched_tokens, max_rows),
+            activation_bytes=activation_bytes,
             groups=groups,
             block_bytes=block_bytes,
             stored=self._open_files(block_bytes),
@@ -229,7 +233,7 @@ class Worker:
 
     def begin(self, plan: StepPlan) -> None:
         """Compute a step's tokens; where one is begun that is still to be sampled, `take` will."""
-        if self.runner.is_busy:
+        if self.runner.begun is not None:
             self._later.append(plan)
             return
         if self._disk is not None:

@@ -155,6 +155,19 @@ def test_the_start_runs_what_is_compiled_for_numbers_of_rows(config: Any) -> Non
     assert max(drawn) == drawn[-1] == 4
 
 
+def test_a_step_that_does_not_fit(config: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    device = CudaDevice(given := config(load_format="dummy"), HostStream())
+    worker = Worker(given, Place(device))
+    worker.load(progress=False)
+
+    def full(step: Any) -> int:
+        raise torch.OutOfMemoryError("CUDA out of memory.")
+
+    monkeypatch.setattr(device.stream, "peak_bytes", full, raising=False)
+    with pytest.raises(ConfigError, match="room for the largest step: lower max_num_batched_tokens or max_num_seqs"):
+        worker.cache_report()
+
+
 def test_graphs_have_memory_of_their_own(config: Any) -> None:
     """What a captured step takes is left free beside what the largest step takes."""
     device = CudaDevice(given := config(max_num_batched_tokens=300, load_format="dummy"), HostStream())
