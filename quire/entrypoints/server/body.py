@@ -24,6 +24,9 @@ _TELL_OF_THE_SERVER = frozenset(("server", "models", "responses", "ollama"))  # 
 _MOST_FLOATS = 100_000  # in a body
 _MOST_LISTS = 1_000_000  # likewise, with objects: an empty one takes a hundred bytes where it is read, and two here
 _MOST_NAMES = 10_000  # of the body's own object: each unknown one is looked at, in 3 us
+_MOST_TEXTS = 200_000  # with names, anywhere in a body: a new name takes half a microsecond
+_MOST_VALUES = 3_000_000  # of all kinds
+_LARGE = 1 << 16  # bytes of a body that may hold so many that others wait for it
 _NEAR_END = 11  # bytes: half of a pair is six, and with five more behind it the other half can't be missing
 _ENDS_IN_HALF = re.compile(rb"\\u[dD][89abAB][0-9a-fA-F]{2}[^\\]{1,5}\Z")
 _FROM_BROWSERS = frozenset(("origin", "sec-fetch-site"))  # headers that a foreign page's request has
@@ -86,6 +89,12 @@ def decode_object(body: bytes) -> dict[str, Any]:
         raise InvalidRequestError("the body is empty; send a JSON object.")
     if body.count(b"[") + body.count(b"{") > _MOST_LISTS:  # or so: texts may have some
         raise InvalidRequestError(f"the body has more than {_MOST_LISTS} brackets and braces; send less at once.")
+    if len(body) > _LARGE:  # neither msgspec nor pydantic lets others go on before it is done
+        plain = body.replace(b"\\\\", b"").replace(b'\\"', b"")  # every quote begins or ends a text
+        if plain.count(b'"') > 2 * _MOST_TEXTS:
+            raise InvalidRequestError(f"the body has more than {_MOST_TEXTS} names and texts; send less at once.")
+        if plain.count(b",") > _MOST_VALUES and sum(part.count(b",") for part in plain.split(b'"')[::2]) > _MOST_VALUES:
+            raise InvalidRequestError(f"the body has more than {_MOST_VALUES} values; send less at once.")
     collects = gc.isenabled()
     gc.disable()  # it would go through millions of new objects again and again, and none of them is garbage
     try:
