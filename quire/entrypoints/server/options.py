@@ -142,9 +142,10 @@ class ServerArgs:
     max_answer_entries: int = option(5_000_000, 1)
     """Most tokens, and alternatives to them, that the answer to a request may hold with ids or logprobs."""
     response_store: str | None = option(None)
-    """SQLite file in which the responses of /v1/responses are kept, however many in that time; in memory by default."""
-    response_store_max_bytes: int = option(256 * 2**20, 0)
-    """Most bytes of responses kept in memory, of all API keys together; what was longest unused goes first."""
+    """SQLite file in which the responses of /v1/responses are kept; in memory by default."""
+    response_store_max_bytes: int | None = option(None, 0)
+    """Most bytes of responses kept, of all API keys together: in memory 256 MiB by default, and what was longest unused
+    goes first; in a file 16 GiB, and the oldest go first."""
     response_store_seconds: float = option(30 * 86400.0, 0)
     """Seconds for which a response is kept."""
     max_body_bytes: int = option(16 * 2**20, 1)

@@ -15,20 +15,24 @@ from quire.errors import ConfigError, RequestFailedError
 from quire.utils.logs import logger
 
 _PURGE_SECONDS = 60.0  # between looks for what is too old
+# Without the pages that are free again: the file does not shrink, but they are used first.
+_NUM_BYTES = "SELECT (page_count - freelist_count) * page_size"
+_NUM_BYTES += " FROM pragma_page_count, pragma_freelist_count, pragma_page_size"
 
 
-def open_store(path: str | None, max_bytes: int, seconds: float) -> "MemoryStore | SqliteStore":
+def open_store(path: str | None, max_bytes: int | None, seconds: float) -> "MemoryStore | SqliteStore":
     """The store of the server's options.
 
     Args:
         path: the SQLite file; None: in memory.
-        max_bytes: what the memory may hold.
+        max_bytes: what the memory, or the file, may hold; 256 MiB or 16 GiB by default.
         seconds: how long a response is kept.
 
     Raises:
         ConfigError: the file can't be used.
     """
-    return MemoryStore(max_bytes, seconds) if path is None else SqliteStore(path, seconds)
+    limit = max_bytes if max_bytes is not None else 1 << (28 if path is None else 34)
+    return MemoryStore(limit, seconds) if path is None else SqliteStore(path, limit, seconds)
 
 
 class MemoryStore:
@@ -68,14 +72,14 @@ class MemoryStore:
 
 
 class SqliteStore:
-    """The same in an SQLite file, from threads: the event loop never waits for the disk.
+    """The same in an SQLite file, from threads: the event loop never waits for the disk. What is oldest goes first.
 
     Raises:
         RequestFailedError: the file can't be read or written.
     """
 
-    def __init__(self, path: str, seconds: float) -> None:
-        self._seconds, self._next_purge, self._lock = seconds, 0.0, threading.Lock()
+    def __init__(self, path: str, max_bytes: int, seconds: float) -> None:
+        self._max_bytes, self._seconds, self._next_purge, self._lock = max_bytes, seconds, 0.0, threading.Lock()
         try:
             os.close(os.open(path, os.O_CREAT | os.O_RDWR, 0o600))  # this user's only, as are SQLite's files beside it
             self._connection = sqlite3.connect(path, timeout=10.0, isolation_level=None, check_same_thread=False)
@@ -90,6 +94,7 @@ class SqliteStore:
     async def put(self, key: str, owner: str, data: bytes) -> None:
         statement, now = "INSERT OR REPLACE INTO responses VALUES (?, ?, ?, ?)", time.time()
         await asyncio.to_thread(self._run, statement, key, owner, now, data)
+        await asyncio.to_thread(self._make_room)
         if now >= self._next_purge:
             self._next_purge = now + _PURGE_SECONDS
             await asyncio.to_thread(self._run, "DELETE FROM responses WHERE created <= ?", now - self._seconds)
@@ -102,6 +107,11 @@ class SqliteStore:
 
     async def delete(self, key: str, owner: str) -> None:
         await asyncio.to_thread(self._run, "DELETE FROM responses WHERE id = ? AND owner = ?", key, owner)
+
+    def _make_room(self) -> None:
+        # What is replaced gets a new number: the first is what was put there longest ago.
+        while self._run(_NUM_BYTES)[0][0] > self._max_bytes and self._run("SELECT 1 FROM responses LIMIT 1"):
+            self._run("DELETE FROM responses WHERE rowid = (SELECT MIN(rowid) FROM responses)")
 
     def _run(self, statement: str, *values: object) -> list[tuple]:
         try:

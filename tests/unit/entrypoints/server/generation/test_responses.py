@@ -15,6 +15,7 @@ from fastapi.testclient import TestClient
 
 from quire.entrypoints.server.dialects import responses
 from quire.entrypoints.server.dialects.responses_input import messages_of, read_items
+from quire.entrypoints.server.response_store import open_store
 from quire.errors import OverloadedError
 
 PATH = "/v1/responses"
@@ -551,6 +552,26 @@ def test_what_is_not_stored_is_not_there(client: TestClient, make_server: Callab
         assert (statuses[0], statuses[-1]) == (404, 200)
     with TestClient(make_server(response_store_seconds=0.0).app) as brief:
         assert brief.get(f"{PATH}/{post(brief)['id']}").status_code == 404
+
+
+def test_a_file_of_responses_does_not_grow_for_ever(tmp_path: Path) -> None:
+    path = tmp_path / "responses.db"
+
+    async def fill() -> None:
+        store = open_store(str(path), 1 << 20, 1000.0)
+        for number in range(200):
+            await store.put(str(number), "me", bytes(20_000))
+            await store.put("again", "me", bytes(100))
+        there = [number for number in range(200) if await store.get(str(number), "me") is not None]
+        assert there == [*range(there[0], 200)], "the oldest go first"
+        assert 40 <= len(there) <= 52
+        assert await store.get("again", "me") == bytes(100)
+        await store.put("large", "me", bytes(1 << 20))
+        assert await store.get("199", "me") is None
+        assert await store.get("large", "me") is None
+
+    asyncio.run(fill())
+    assert path.stat().st_size < 2.2 * 2**20
 
 
 HUGE = {"type": "json_schema", "name": "x", "schema": {"type": "object", "properties": {"a": {"const": 10**30}}}}
