@@ -39,8 +39,8 @@ def add_flags(parser: ArgumentParser) -> None:
     add_option_flags(parser.add_argument_group("server options"), ServerArgs, only=_SERVER_OPTIONS)
     add_engine_flags(parser)
     parser.epilog = (
-        'A request is {"custom_id": ..., "method": "POST", "url": "/v1/completions", "/v1/chat/completions" or '
-        '"/v1/embeddings", "body": {...}}. "-" stands for standard input or output.'
+        'A request is {"custom_id": ..., "method": "POST", "url": "/v1/completions", "/v1/chat/completions", '
+        '"/v1/embeddings", "/v1/score" or "/v1/rerank", "body": {...}}. "-" stands for standard input or output.'
     )
 
 
@@ -194,8 +194,8 @@ class Batch:
         from quire.entrypoints.server.completion_request import CompletionRequest
         from quire.entrypoints.server.dialects.chat import read_chat
         from quire.entrypoints.server.dialects.completions import read_completion
-        from quire.entrypoints.server.dialects.embeddings import read_embedding
-        from quire.entrypoints.server.embedding_request import EmbeddingRequest
+        from quire.entrypoints.server.dialects.embeddings import read_embedding, read_scores
+        from quire.entrypoints.server.embedding_request import EmbeddingRequest, RerankRequest, ScoreRequest
         from quire.entrypoints.server.event_service import EventService
         from quire.entrypoints.server.service import TurnService
 
@@ -203,6 +203,8 @@ class Batch:
             "/v1/completions": (CompletionRequest.model_validate, TurnService(state, read_completion)),
             "/v1/chat/completions": (ChatCompletionRequest.model_validate, TurnService(state, read_chat)),
             "/v1/embeddings": (EmbeddingRequest.model_validate, EventService(state, read_embedding)),
+            "/v1/score": (ScoreRequest.model_validate, EventService(state, read_scores)),
+            "/v1/rerank": (RerankRequest.model_validate, EventService(state, read_scores)),
         }
 
     async def answer(self, line: bytes) -> Answer:

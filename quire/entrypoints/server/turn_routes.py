@@ -92,11 +92,15 @@ async def create_reranking(body: RerankRequest, request: Request) -> Response:
 
 @router.post("/invocations", include_in_schema=False)  # as SageMaker calls it
 async def invoke(body: dict[str, Any], request: Request) -> Response:
-    """Answer a conversation, go on with prompts, or make vectors, as the body has messages, a prompt or an input."""
+    """Answer what the body's fields ask: a conversation, prompts, or for vectors, scores of pairs, or a reranking."""
     if "input" in body:
         return await create_embedding(validated(EmbeddingRequest, body), request)
     if "messages" in body:
         return await create_chat_completion(validated(ChatCompletionRequest, body), request)
+    if "query" in body:
+        return await create_reranking(validated(RerankRequest, body), request)
+    if not body.keys().isdisjoint(("text_1", "queries", "data_1")):
+        return await create_scores(validated(ScoreRequest, body), request)
     return await create_completion(validated(CompletionRequest, body), request)
 
 

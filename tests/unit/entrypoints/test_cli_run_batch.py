@@ -51,7 +51,9 @@ def batch(monkeypatch: pytest.MonkeyPatch) -> Batch:
 
 def line(custom_id: str, url: str = "/v1/completions", **fields: Any) -> dict[str, Any]:
     question: dict[str, Any] = {"messages": [{"role": "user", "content": "x"}]}
-    body = {"/v1/completions": {"model": "m", "prompt": "x"}, "/v1/embeddings": {"input": ["x"]}}.get(url, question)
+    bodies = {"/v1/completions": {"model": "m", "prompt": "x"}, "/v1/embeddings": {"input": ["x"]}}
+    bodies |= {"/v1/score": {"text_1": "x", "text_2": ["y"]}, "/v1/rerank": {"query": "x", "documents": ["y"]}}
+    body = bodies.get(url, question)
     return {"custom_id": custom_id, "method": "POST", "url": url, "body": body} | fields
 
 
@@ -61,7 +63,7 @@ def answer(batch: Batch, value: Any) -> dict[str, Any]:
 
 
 def test_an_answer(batch: Batch) -> None:
-    for url in ("/v1/completions", "/v1/chat/completions", "/v1/embeddings"):
+    for url in ("/v1/completions", "/v1/chat/completions", "/v1/embeddings", "/v1/score", "/v1/rerank"):
         found = answer(batch, line("a", url))
         assert found["id"].startswith("batch_req_")
         assert (found["custom_id"], found["error"], found["response"]["status_code"]) == ("a", None, 200)
@@ -76,7 +78,7 @@ def test_an_answer(batch: Batch) -> None:
         (line("a", body={"prompt": "x", "temperature": 9}), 400, "temperature", "temperature"),
         (line("a", body={"prompt": "x", "stream": True}), 400, "can't stream", "stream"),
         (line("a", "/v1/chat/completions", body={}), 400, "messages", "messages"),
-        (line("a", "/v1/rerank"), 400, "a batch takes POST to /v1/completions, /v1/chat", "url"),
+        (line("a", "/v1/messages"), 400, "a batch takes POST to /v1/completions, /v1/chat", "url"),
         (line("a", method="GET"), 400, "not GET to /v1/completions", "url"),
     ],
 )
@@ -327,6 +329,8 @@ def test_with_the_bundled_model(tmp_path: Path, capsys: pytest.CaptureFixture[st
         line("bad", body={"prompt": "x", "model": "other"}),
         line("chat", "/v1/chat/completions", body={"messages": [{"role": "user", "content": "Hi"}], "max_tokens": 3}),
         line("vector", "/v1/embeddings", body={"input": "Hi", "dimensions": 3}),
+        line("score", "/v1/score", body={"text_1": "Hi", "text_2": ["Hi", "Ho"]}),
+        line("rank", "/v1/rerank", body={"query": "Hi", "documents": ["Ho", "Hi"], "top_n": 1}),
         *(line(str(n), body={"prompt": f"{n}", "max_tokens": n % 7 + 1, "ignore_eos": True}) for n in range(40)),
     ]
     (tmp_path / "in").write_text("\n".join(map(json.dumps, requests)) + "\nnonsense\n")
@@ -339,7 +343,9 @@ def test_with_the_bundled_model(tmp_path: Path, capsys: pytest.CaptureFixture[st
     assert answers[0]["response"]["body"]["usage"]["completion_tokens"] == 5
     assert answers[2]["response"]["body"]["object"] == "chat.completion"
     assert len(answers[3]["response"]["body"]["data"][0]["embedding"]) == 3
-    assert [a["response"]["body"]["usage"]["completion_tokens"] for a in answers[4:-1]] == [
+    assert answers[4]["response"]["body"]["data"][0]["score"] == pytest.approx(1.0)
+    assert [result["index"] for result in answers[5]["response"]["body"]["results"]] == [1]
+    assert [a["response"]["body"]["usage"]["completion_tokens"] for a in answers[6:-1]] == [
         n % 7 + 1 for n in range(40)
     ]
-    assert capsys.readouterr().err.endswith("43 requests answered, 2 refused or failed.\n")
+    assert capsys.readouterr().err.endswith("45 requests answered, 2 refused or failed.\n")

@@ -73,6 +73,15 @@ def test_vllms_pooling_and_its_fields(client: TestClient) -> None:
     told = [(entry["object"], entry["index"], entry["data"]) for entry in answer.json()["data"]]
     assert told == [("pooling", place, pytest.approx(UNIT)) for place in range(2)]
     assert post(client, "/invocations", input="a")["data"][0]["embedding"] == pytest.approx(UNIT)
+    for route, asked in (
+        ("/score", {"text_1": "a", "text_2": "b"}),
+        ("/score", {"queries": "a", "documents": ["b", "c"]}),
+        ("/score", {"data_1": "a", "data_2": ["b", "c"]}),
+        ("/rerank", {"query": "a", "documents": ["b", "c"], "top_n": 1}),
+    ):
+        keys = ("data", "results")
+        invoked, asked_for = (post(client, path, **asked) for path in ("/invocations", route))
+        assert [invoked.get(key) for key in keys] == [asked_for.get(key) for key in keys]
 
 
 def test_cuts(server: Any, client: TestClient) -> None:
