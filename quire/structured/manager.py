@@ -67,9 +67,8 @@ class GrammarManager:
         """What has been compiled since the last call, or why it could not be; waits for the first so many seconds."""
         made: list[tuple[bytes, Grammar | str, int]] = []
         with contextlib.suppress(queue.Empty):
-            made.append(self._made.get(timeout > 0, timeout or None))
             while True:
-                made.append(self._made.get_nowait())
+                made.append(self._made.get(timeout > 0 and not made, timeout or None))
         for key, found, weight in made:
             self._compiling.discard(key)
             if weight:

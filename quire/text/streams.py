@@ -10,6 +10,7 @@ import codecs
 import os.path
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 if TYPE_CHECKING:
@@ -307,15 +308,11 @@ class StreamFactory:
         if self._is_byte_level:
             stream: TextStream = ByteLevelStream(self._tables[skip_special_tokens], prompt_token_ids)
         elif self._pieces:
-            _, _, strip, first_mark = self._pieces
-            stream = PieceStream(self._tables[skip_special_tokens], prompt_token_ids, strip, first_mark)
+            stream = PieceStream(self._tables[skip_special_tokens], prompt_token_ids, *self._pieces[2:])
         else:
-            stream = WindowStream(
-                lambda ids: self._backend.decode(ids, skip_special_tokens),
-                prompt_token_ids,
-                self._skipped[skip_special_tokens],
-                {} if spaces_between else {i: content for i, (content, _) in self._backend.added_tokens.items()},
-            )
+            decode = partial(self._backend.decode, skip_special_tokens=skip_special_tokens)
+            joined = {} if spaces_between else {i: content for i, (content, _) in self._backend.added_tokens.items()}
+            stream = WindowStream(decode, prompt_token_ids, self._skipped[skip_special_tokens], joined)
         return CleanupStream(stream) if self._clean_up else stream
 
     def decode(self, token_ids: Iterable[int], skip_special_tokens: bool) -> str:
@@ -353,15 +350,11 @@ def _parse_piece_decoder(spec: dict[str, Any] | None) -> tuple[list[tuple[str, s
         return [(mark, " ")], False, "", "" if spec.get("prepend_scheme") == "never" else mark
     if not spec or spec["type"] != "Sequence":
         return None
-    replacements: list[tuple[str, str]] = []
-    rest = list(spec["decoders"])
-    while rest and rest[0]["type"] == "Replace" and "String" in rest[0]["pattern"]:
-        step = rest.pop(0)
-        replacements.append((step["pattern"]["String"], step["content"]))
-    byte_fallback = bool(rest) and rest[0]["type"] == "ByteFallback"
-    rest = rest[byte_fallback:]
-    is_fused = bool(rest) and rest[0]["type"] == "Fuse"
-    rest = rest[is_fused:]
-    if is_fused and len(rest) == 1 and rest[0]["type"] == "Strip" and (rest[0]["start"], rest[0]["stop"]) == (1, 0):
-        return replacements, byte_fallback, rest[0]["content"], ""
-    return None if rest or not replacements else (replacements, byte_fallback, "", "")
+    steps = spec["decoders"]
+    kinds = " ".join(step["type"] for step in steps)
+    strip = steps[-1] if kinds.endswith("Fuse Strip") else {"content": "", "start": 1, "stop": 0}
+    replaced = [(step["pattern"].get("String"), step["content"]) for step in steps if step["type"] == "Replace"]
+    is_known = re.fullmatch("(Replace ?)*(ByteFallback ?)?(Fuse ?(Strip)?)?", kinds) and None not in dict(replaced)
+    if not is_known or (strip["start"], strip["stop"]) != (1, 0) or not (replaced or "Strip" in kinds):
+        return None
+    return replaced, "ByteFallback" in kinds, strip["content"], ""

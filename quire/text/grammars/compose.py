@@ -43,10 +43,8 @@ def format_of(params: StructuredOutputsParams) -> dict[str, Any]:
     """
     text, told = params.constraint, ("structured_outputs can't be used: ", "structured_outputs")
     match params.kind:
-        case "json":
-            return {"type": "json_schema", "json_schema": parsed(text, *told)}
-        case "json_object":
-            return {"type": "json_schema", "json_schema": {"type": "object"}}
+        case "json" | "json_object":
+            return {"type": "json_schema", "json_schema": parsed(text, *told) if params.json else {"type": "object"}}
         case "regex":
             return {"type": "regex", "pattern": text}
         case "grammar":

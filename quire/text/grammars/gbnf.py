@@ -21,11 +21,11 @@ def lark_of(text: str) -> str:
 
     if "::=" not in text:
         return text
+    rules = dict[str, int]()
+    for word in _WORDS.finditer(text):
+        if word["is_rule"] and rules.setdefault(word["name"], word.start()) != word.start():
+            raise _fault(text, word.start(), f"there is a rule {word['name']!r} already")
     try:
-        rules = dict[str, int]()
-        for word in _WORDS.finditer(text):
-            if word["is_rule"] and rules.setdefault(word["name"], word.start()) != word.start():
-                raise _fault(text, word.start(), f"there is a rule {word['name']!r} already")
         return gbnf_to_lark(text)
     except GbnfToLarkError as error:
         raise _fault(text, error.pos.pos, str(error).removesuffix(f" at {error.pos}")) from None
@@ -33,8 +33,6 @@ def lark_of(text: str) -> str:
         raise InvalidRequestError("the GBNF grammar is nested too deep; make it flatter.") from None
     except IndexError:  # of what follows a backslash
         raise _fault(text, len(text), "incomplete escape sequence") from None
-    except InvalidRequestError:
-        raise
     except Exception as error:
         name = re.search("'(.*)' not found", str(error))
         places = [word.start() for word in _WORDS.finditer(text) if name and word["name"] == name[1]]

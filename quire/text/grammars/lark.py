@@ -23,8 +23,8 @@ class Lark:
         """`tokens`: marks that are tokens, with their ids."""
         self.tokens = tokens
         self.opened = ""  # a beginning that texts are written without, as it stands there already
-        longest_first = sorted(filter(None, tokens), key=len, reverse=True)
-        self._mark = re.compile("|".join(map(re.escape, longest_first))) if longest_first else None
+        marks = "|".join(map(re.escape, sorted(filter(None, tokens), key=len, reverse=True)))
+        self._mark = re.compile(f"({marks or '(?!)'})")  # without marks: what is nowhere
         self.rules: list[str] = []
 
     def rule(self, body: str, attributes: str = "") -> str:
@@ -39,14 +39,13 @@ class Lark:
 
     def until(self, end: str) -> str:
         """Any text up to this one, which is part of it."""
-        found = self._mark.search(end) if self._mark else None  # no free text has it
-        text = end[: found.start()] if found else end
+        text = self._mark.split(end, 1)[0]  # no free text has a mark
         free = self.rule(f"{ANY_TEXT} {_quoted(text)}", "[lazy]") if text else ANY_TEXT
         return f"{free} {self._literal(end[len(text) :])}".strip()
 
     def few_tokens(self, most: int, end: str, never: Collection[int]) -> str:
         """At most so many tokens, and then this text, which begins with a token; others can `never` come before it."""
-        found = self._mark.match(end) if self._mark else None
+        found = self._mark.match(end)
         assert found is not None, "tokens can be counted up to one that ends them"
         others = ",".join(map(str, sorted({self.tokens[found[0]], *never})))
         return f"<[^{others}]>{{0,{most}}} {self.text(end)}" if most else self.text(end)
@@ -76,12 +75,10 @@ class Lark:
         return OURS + "\n".join(["%llguidance {}", f"start: {start}", *self.rules]) + "\n"
 
     def _literal(self, text: str) -> str:
-        parts: list[str] = []
-        at = 0
-        for found in self._mark.finditer(text) if self._mark else ():
-            parts += [_quoted(text[at : found.start()]), f"<[{self.tokens[found[0]]}]>"]
-            at = found.end()
-        return " ".join(filter(None, [*parts, _quoted(text[at:])]))
+        parts = self._mark.split(text)
+        parts[::2] = map(_quoted, parts[::2])
+        parts[1::2] = (f"<[{self.tokens[mark]}]>" for mark in parts[1::2])
+        return " ".join(filter(None, parts))
 
 
 def _quoted(text: str) -> str:

@@ -91,13 +91,12 @@ def _place_in_tag(error: str, text: str, line: int, column: int) -> str:
 
 def _place_in_gbnf(error: str, text: str) -> str:
     """Where in GBNF something is that was found in the Lark made of it; "" where that is not plain."""
-    at = -1
+    found = None
     if wrong := _REGEX.search(error):
-        at = text.find(wrong[1])
+        found = re.search(re.escape(wrong[1]), text)
     elif wrong := re.search(r"got \((\d+), (\d+)\)", error):
         found = re.search(rf"\{{\s*{wrong[1]}\s*,\s*{wrong[2]}\s*\}}", text)
-        at = found.start() if found else -1
-    return place(text, at) if at >= 0 else ""
+    return place(text, found.start()) if found else ""
 
 
 def _place_in_regex(text: str, at: int) -> int:
