@@ -37,6 +37,11 @@ leaves: st.SearchStrategy[Any] = st.sampled_from(
         {"$ref": "#/$defs/E"},
         {"$ref": "#/x/F"},
         {"$ref": "#/$defs/D", "description": "a note"},
+        {"$ref": "#/$defs/E", "nullable": True, "example": {"a": 1}, "x-order": 1},
+        {"oneOf": [{"$ref": "#/$defs/P"}, {"$ref": "#/$defs/Q"}], "discriminator": {"propertyName": "k"}},
+        {"oneOf": [{"$ref": "#/$defs/P"}, {"$ref": "#/$defs/Q"}]},
+        {"oneOf": [{"$ref": "#/$defs/D"}, {"type": "null"}]},
+        {"oneOf": [{"$ref": "#/$defs/D"}, {"$ref": "#/$defs/P"}], "deprecated": True},
         False,
     ]
 )
@@ -79,13 +84,20 @@ def _union(options: tuple[tuple[dict[str, Any], bool], ...]) -> dict[str, Any]:
     made = []
     for (option, needs), value in zip(options, ("x", "y"), strict=True):
         required = [*option.get("required", []), *(["k"] if needs else [])]
-        made.append({**option, "properties": {"k": {"const": value}, **option["properties"]}, "required": required})
+        made.append(
+            {**option, "properties": {"k": {"const": value}, **option.get("properties", {})}, "required": required}
+        )
     return {"oneOf": made, "discriminator": {"propertyName": "k"}}
 
 
 parts = st.recursive(leaves, combined, max_leaves=6)
-schemas = st.tuples(combined(parts), combined(parts), combined(parts), combined(parts)).map(
-    lambda drawn: {**drawn[0], "$defs": {"D": drawn[1], "E": drawn[2]}, "x": {"F": drawn[3]}}
+options = st.tuples(*(st.tuples(combined(parts), st.booleans()),) * 2).map(lambda drawn: _union(drawn)["oneOf"])
+schemas = st.tuples(*(combined(parts),) * 4, options).map(
+    lambda drawn: {
+        **drawn[0],
+        "$defs": {"D": drawn[1], "E": drawn[2], "P": drawn[4][0], "Q": drawn[4][1]},
+        "x": {"F": drawn[3]},
+    }
 )
 
 

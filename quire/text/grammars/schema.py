@@ -6,7 +6,7 @@ drafts without a word, and makes grammars without end of schemas that no finite 
 
 import json
 import re
-from collections.abc import Callable, Container, Iterable, Iterator
+from collections.abc import Callable, Container, Iterable, Iterator, Sequence
 from difflib import get_close_matches
 from functools import lru_cache
 from typing import Any
@@ -32,6 +32,8 @@ _OF_NAMES = ("properties", "patternProperties", "$defs", "definitions")  # schem
 _OF_LISTS = ("anyOf", "oneOf", "allOf", "prefixItems")
 _OF_ONE = ("items", "additionalProperties", "additionalItems")
 _SOME = 3  # unsupported keywords that are named at most
+# What says nothing, though its keyword may say something: zod writes the first of each record.
+_EMPTY: list[tuple[str, Any]] = [("propertyNames", {"type": "string"}), ("propertyNames", {}), ("uniqueItems", False)]
 # Those that are held, and those that say nothing of a value.
 _HELD = frozenset(
     (*_OF_NAMES, *_OF_LISTS, *_OF_ONE, "type", "enum", "const", "required", "minProperties", "maxProperties")
@@ -44,6 +46,8 @@ _NOTES = frozenset(
     + ("nullable", "discriminator", "xml", "externalDocs")
 )
 _KNOWN = _HELD | _UNSUPPORTED | _NOTES
+# Those that llguidance knows for such; any other beside a $ref stands for something more that is to be held.
+_LEFT = _HELD | {"title", "description", "default"}
 # What else people write for them.
 _MEANT = {"min": "minimum", "max": "maximum", "minlen": "minLength", "maxlen": "maxLength", "minsize": "minItems",
           "maxsize": "maxItems", "property": "properties", "regex": "pattern", "values": "enum", "choices": "enum",
@@ -82,11 +86,10 @@ def check_schema(schema: Any, strict: bool = False) -> None:
         InvalidRequestError: a keyword that is unsupported, unknown, or has another value than it may; a reference to
             nothing; too deep; or no finite value satisfies it, or it takes too long to see whether one does.
     """
-    if isinstance(schema, bool):
-        return
-    if not isinstance(schema, dict):
+    if not _is_schema(schema):
         raise InvalidRequestError(f"a JSON schema must be an object, true or false, not {type(schema).__name__}.")
-    found = [(place, key) for place, part in _parts(schema) for key in part if key in _UNSUPPORTED]
+    used = ((place, key, part[key]) for place, part in _parts(schema) for key in part if key in _UNSUPPORTED)
+    found = [(place, key) for place, key, value in used if (key, value) not in _EMPTY]
     if found:
         named = ", ".join(f"{key!r} at {_shown(place)}" for place, key in found[:_SOME])
         more = f" and {len(found) - _SOME} more" if len(found) > _SOME else ""
@@ -99,6 +102,12 @@ def check_schema(schema: Any, strict: bool = False) -> None:
             rule, holds = _CHECKS[key]
             if not holds(part[key]):
                 raise InvalidRequestError(f"{key!r} at {_shown(place)} must be {rule}; it is {part[key]!r:.80}.")
+        for low, high in zip(("minimum", *_COUNTS[::2]), ("maximum", *_COUNTS[1::2]), strict=True):
+            if low in part and high in part and part[low] > part[high]:
+                raise InvalidRequestError(f"{low!r} at {_shown(place)} is above {high!r}; nothing obeys that.")
+        for value in (part.get("const"), *_list(part, "enum")):
+            if isinstance(value, int) and abs(value) > 2**53:  # llguidance would write what a float holds of it
+                raise InvalidRequestError(f"{value} at {_shown(place)} is beyond 2**53; use a text, or a pattern.")
     _Values(schema).check()
 
 
@@ -122,14 +131,15 @@ def narrowed(schema: Any, strict: bool = False, everywhere: bool = False) -> Any
     schema = json.loads(json.dumps(schema))
     values = _Values(schema)
     parts = values.reached([schema])
+    pointers = {key for part in parts.values() for key in _keys(str(part.get("$ref")))}
+    for part in parts.values():
+        values.simplify(part, pointers)
     shared = values.reached(filter(_is_shared, parts.values()))
     for key, part in parts.items():
         is_object = part.get("type") == "object" or "properties" in part
         closes = (everywhere and is_object) or (key not in shared and _names_all(part))
         if closes and not part.keys() & {"additionalProperties", "patternProperties"}:
             part["additionalProperties"] = False
-        if "oneOf" in part and isinstance(said := part.get("discriminator"), dict) and "propertyName" in said:
-            part["required"] = [*_list(part, "required"), str(said["propertyName"])]
     return schema
 
 
@@ -152,8 +162,7 @@ def _meant(key: str) -> str | None:
 
 def place_of(params: StructuredOutputsParams, key: str, value: str | None) -> str:
     """ " at #/..." where a schema has a keyword, of this value if there is one given; "" if there is no such place."""
-    schema = json.loads(params.json) if isinstance(params.json, str) else None
-    parts = _parts(schema) if isinstance(schema, dict) else ()
+    parts = _parts(json.loads(params.json)) if isinstance(params.json, str) else ()
     return next((f" at {_shown(at)}" for at, part in parts if key in part and value in (None, part[key])), "")
 
 
@@ -219,6 +228,37 @@ class _Values:
                 todo += [self._target(ref)] if isinstance(ref := part.get("$ref"), str) else []
         return found
 
+    def simplify(self, part: dict[str, Any], pointers: set[str]) -> None:
+        """Make an anyOf of a oneOf whose options exclude each other, and leave out what says nothing.
+
+        Args:
+            pointers: what references lead through stays.
+        """
+        options, said = [self._option(one) for one in _list(part, "oneOf")], part.get("discriminator")
+        tags = [str(said["propertyName"])] if options and isinstance(said, dict) and "propertyName" in said else []
+        is_any = not ({"anyOf"} & part.keys() or {"oneOf"} & pointers) and self._exclude_each_other(options, tags)
+        for one in (options if is_any else [part]) if tags else ():
+            one["required"] = _list(one, "required") + tags
+        kept = {"anyOf" if is_any and key == "oneOf" else key: part[key] for key in part if key in _LEFT | pointers}
+        part.clear()
+        part.update(kept)
+
+    def _option(self, option: Any) -> dict[str, Any]:
+        """What it refers to, if it does nothing else; true, too, as what has no keyword."""
+        if isinstance(option, dict) and option.keys() & _HELD == {"$ref"}:
+            option = self._target(option["$ref"])
+        return option if isinstance(option, dict) else {}
+
+    def _exclude_each_other(self, options: list[dict[str, Any]], tags: list[str]) -> bool:
+        """Whether llguidance sees that no value satisfies two of them; behind a reference it would not look."""
+        import llguidance
+
+        if not options or self._num_tests > MAX_TESTS or len({*map(id, options)}) < len(options):
+            return False
+        text = json.dumps({"grammars": [{"json_schema": {"oneOf": [_outline(one, tags) for one in options]}}]})
+        self._num_tests += 4 * len(text)  # as each is compared with each
+        return self._num_tests <= MAX_TESTS and not llguidance.LLMatcher.validate_grammar(text)
+
     def _ok(self, part: Any) -> bool:
         self._num_tests += 1
         if self._num_tests > MAX_TESTS:
@@ -229,9 +269,8 @@ class _Values:
         return False
 
     def _ends(self, part: dict[str, Any]) -> bool:
-        if isinstance(ref := part.get("$ref"), str) and not self._ok(self._target(ref)):
-            return False
-        if not all(map(self._ok, _list(part, "allOf"))):
+        needed = [self._target(ref)] if isinstance(ref := part.get("$ref"), str) else []
+        if not all(map(self._ok, needed + _list(part, "allOf"))):
             return False
         if any(options and not any(map(self._ok, options)) for options in (_list(part, "anyOf"), _list(part, "oneOf"))):
             return False
@@ -242,30 +281,25 @@ class _Values:
         return ("object" in kinds and self._object_ends(part)) or ("array" in kinds and self._array_ends(part))
 
     def _object_ends(self, part: dict[str, Any]) -> bool:
-        properties = part.get("properties")
-        properties = properties if isinstance(properties, dict) else {}
         names = (name for name in _list(part, "required") if isinstance(name, str))
-        return all(self._ok(properties.get(name, part.get("additionalProperties"))) for name in names)
+        return all(self._ok(_properties(part).get(name, part.get("additionalProperties"))) for name in names)
 
     def _array_ends(self, part: dict[str, Any]) -> bool:
         if not isinstance(least := part.get("minItems"), int) or least < 1:
             return True
         first = _list(part, "prefixItems") or _list(part, "items")
-        rest = part.get("items") if isinstance(part.get("items"), dict) else None
-        return all(map(self._ok, first[:least])) and (least <= len(first) or self._ok(rest))
+        return all(map(self._ok, first[:least])) and (least <= len(first) or self._ok(part.get("items")))
 
     def _target(self, ref: str) -> Any:
         """What a reference within the schema refers to."""
+        target: Any = self._named.get(ref)
+        if target is not None:
+            return target
         if not ref.startswith("#"):
-            if (found := self._named.get(ref)) is not None:
-                return found
             reason = "is not within the JSON schema; references elsewhere are not followed"
             raise InvalidRequestError(f"$ref {ref!r} {reason}.")
-        if ref != "#" and not ref.startswith("#/"):
-            return self._named.get(ref)
-        target: Any = self._root
-        for key in ref.split("/")[1:]:
-            key = unquote(key).replace("~1", "/").replace("~0", "~")
+        target = self._root if ref[:2] in ("#", "#/") else None
+        for key in _keys(ref):
             try:
                 target = target[int(key)] if isinstance(target, list) else target[key]
             except (KeyError, IndexError, TypeError, ValueError):
@@ -283,8 +317,26 @@ def _is_shared(part: dict[str, Any]) -> bool:
 
 def _names_all(part: dict[str, Any]) -> bool:
     """Whether an object names properties, and needs no others."""
-    names, needed = part.get("properties"), set(map(str, _list(part, "required")))
-    return isinstance(names, dict) and bool(names) and needed <= names.keys() and "minProperties" not in part
+    names, needed = _properties(part), set(map(str, _list(part, "required")))
+    return bool(names) and needed <= names.keys() and "minProperties" not in part
+
+
+def _properties(part: dict[str, Any]) -> dict[str, Any]:
+    value = part.get("properties")
+    return value if isinstance(value, dict) else {}
+
+
+def _outline(part: dict[str, Any], tags: Sequence[str] = ()) -> dict[str, Any]:
+    """What tells a subschema from others: its type and constants, and those of the properties it needs, and of tags."""
+    needed = _properties(part).keys() & {*tags, *map(str, _list(part, "required"))}
+    told = {name: _outline(held) for name in needed if isinstance(held := _properties(part)[name], dict)}
+    own = {key: part[key] for key in ("type", "const", "enum") if key in part}
+    return own | {"properties": told, "required": [*told]}
+
+
+def _keys(ref: str) -> list[str]:
+    """What the pointer of a reference leads through."""
+    return [unquote(key).replace("~1", "/").replace("~0", "~") for key in ref.split("/")[1:]]
 
 
 def _is_schema(value: Any) -> bool:

@@ -36,6 +36,10 @@ GOOD: list[Any] = [
     {"$ref": "#/components/schemas/n", "components": {"schemas": {"n": {"properties": {"n": {"$ref": "#"}}}}}},
     {"$defs": {"of": {"n": {"type": "array", "items": {"$ref": "#/$defs/of/n"}}}}, "$ref": "#/$defs/of/n"},
     {"items": {"$ref": "#/of/n"}, "of": {"n": {"type": [{}]}}},
+    {"type": "object", "propertyNames": {"type": "string"}, "additionalProperties": {"type": "number"}},
+    {"items": {}, "uniqueItems": False},
+    {"minimum": 3, "maximum": 3},
+    {"enum": [2**53, -(2**53), 1e30, True]},
 ]  # fmt: skip
 BAD: list[tuple[Any, str]] = [
     (5, "not int"),
@@ -71,6 +75,13 @@ BAD: list[tuple[Any, str]] = [
     ({"enum": 3}, "'enum' at # must be a list"),
     ({"pattern": 3}, "'pattern' at # must be a text"),
     ({"format": "date", "formatMinimum": "2020-01-01"}, "'formatMinimum' at #"),
+    ({"propertyNames": {"type": "string", "maxLength": 3}}, "'propertyNames' at #"),
+    ({"uniqueItems": True}, "'uniqueItems' at #"),
+    ({"properties": {"a": {"minimum": 5, "maximum": 3}}}, "'minimum' at #/properties/a is above 'maximum'"),
+    ({"minLength": 5, "maxLength": 3}, "'minLength' at # is above 'maxLength'"),
+    ({"$defs": {"a": {"minItems": 2, "maxItems": 1}}}, "'minItems' at #/\\$defs/a is above 'maxItems'"),
+    ({"enum": ["a", 1234567890123456789]}, "1234567890123456789 at # is beyond 2\\*\\*53"),
+    ({"items": {"const": -(2**53) - 1}}, "-9007199254740993 at #/items is beyond"),
 ]
 
 
@@ -219,6 +230,79 @@ def test_options_whose_discriminator_has_a_default(compiler: Compiler) -> None:
     assert accepts(compiler, params, '{"pets": [{"kind": "dog"}, {"kind": "cat"}]}')
     for wrong in ('{"pets": [{}]}', '{"pets": [{"kind": "cow"}]}', '{"pets": [], "more": 1}'):
         assert not accepts(compiler, params, wrong)
+
+
+class Text(pydantic.BaseModel):
+    kind: Literal["text"] = "text"
+    text: str
+
+
+class Box(pydantic.BaseModel):
+    kind: Literal["row", "column"] = "row"
+    parts: list["Widget"] = pydantic.Field(deprecated=True, json_schema_extra={"x-order": 3})
+    first: "Widget | None" = pydantic.Field(None, json_schema_extra={"example": {"kind": "text"}, "nullable": True})
+
+
+Widget = Annotated[Text | Box, pydantic.Field(discriminator="kind")]
+Box.model_rebuild()
+
+
+def test_options_that_lead_back_to_their_union(compiler: Compiler) -> None:
+    params = StructuredOutputsParams(json=pydantic.TypeAdapter(Widget).json_schema())
+    assert accepts(compiler, params, '{"kind": "text", "text": "a"}')
+    inner = '{"kind": "row", "parts": [], "first": null}'
+    assert accepts(compiler, params, f'{{"kind": "column", "parts": [{inner}], "first": {inner}}}')
+    for wrong in ('{"text": "a"}', '{"kind": "text", "text": "a", "more": 1}', '{"kind": "column", "parts": [{}]}'):
+        assert not accepts(compiler, params, wrong)
+
+
+A = {"type": "object", "properties": {"k": {"const": "a"}, "n": {"$ref": "#/$defs/U"}}, "required": ["k"]}
+B = {"type": "object", "properties": {"k": {"type": "string", "enum": ["b"]}}, "required": ["k"]}
+C = {"type": "object", "properties": {"k": {"type": "string"}}, "required": ["k"]}
+UNIONS: list[tuple[list[Any], list[str], list[str]]] = [
+    ([{"$ref": "#/$defs/A"}, {"$ref": "#/$defs/B"}], ['{"k": "a", "n": {"k": "b"}}'], ['{"k": "b", "n": {}}', "{}"]),
+    ([{"$ref": "#/$defs/A"}, {"type": "null"}], ["null", '{"k": "a", "n": null}'], ['{"k": "b"}', "{}"]),
+    ([{"$ref": "#/$defs/A"}, {"$ref": "#/$defs/S"}], ['"x"', '{"k": "a", "n": "x"}'], ['"z"']),
+]
+
+
+@pytest.mark.parametrize(("options", "good", "bad"), UNIONS)
+def test_options_that_exclude_each_other(
+    compiler: Compiler, options: list[Any], good: list[str], bad: list[str]
+) -> None:
+    names = {"U": {"oneOf": options}, "A": A, "B": B, "S": {"type": "string", "enum": ["x", "y"]}}
+    params = StructuredOutputsParams(json={"$ref": "#/$defs/U", "$defs": names})
+    assert [text for text in good if not accepts(compiler, params, text)] == []
+    assert [text for text in bad if accepts(compiler, params, text)] == []
+
+
+def test_options_that_may_not_exclude_each_other_stay() -> None:
+    for options in ([A, A], [{"$ref": "#/$defs/A"}] * 2, [A, C], [B, True], [{"type": "object"}, A], [C, C]):
+        schema = {"oneOf": options, "$defs": {"A": {**A, "properties": {"k": {"const": "a"}}}, "U": {}}}
+        assert narrowed(schema)["oneOf"] == options
+    inside = {"properties": {"a": {"oneOf": [A, B]}, "b": {"$ref": "#/properties/a/oneOf/1"}}, "$defs": {"U": {}}}
+    assert "oneOf" in narrowed(inside)["properties"]["a"], "a reference leads through it"
+
+
+def test_many_options_take_no_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each is compared with each: those that have not been by then are left as they are."""
+    kinds = [{**B, "properties": {"k": {"const": f"kind {n}"}}} for n in range(30)]
+    schema = {"anyOf": [{"oneOf": kinds[n : n + 3]} for n in range(0, 30, 3)]}
+    assert [*map(list, narrowed(schema)["anyOf"])] == [["anyOf"]] * 10
+    assert "anyOf" in narrowed({"oneOf": kinds})
+    monkeypatch.setattr("quire.text.grammars.schema.MAX_TESTS", 4000)
+    assert 1 < [*map(list, narrowed(schema)["anyOf"])].count(["anyOf"]) < 9
+    assert "oneOf" in narrowed({"oneOf": kinds})
+
+
+@pytest.mark.parametrize("word", ["nullable", "example", "deprecated", "x-order", "propertyOrder", "externalDocs"])
+def test_words_beside_a_reference_that_leads_back(compiler: Compiler, word: str) -> None:
+    back = {"$ref": "#/components/schemas/N", word: True}
+    node = {"type": "object", "properties": {"n": back, "a": {"type": "array", "items": back}}}
+    schema = {"$ref": "#/components/schemas/N", "components": {"schemas": {"N": node}}}
+    params = StructuredOutputsParams(json=schema)
+    assert accepts(compiler, params, '{"n": {"a": [{}]}}')
+    assert not accepts(compiler, params, '{"n": {"b": 1}}')
 
 
 def test_objects_in_structural_tags_are_closed(compiler: Compiler) -> None:
