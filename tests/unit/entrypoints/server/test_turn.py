@@ -205,7 +205,7 @@ class Doubling(Parser):
 
 def completion_writer(transcript: Transcript) -> Any:
     body = CompletionRequest.model_validate({"prompt": "Echo: ", "stream": True} | transcript.body)
-    return CompletionWriter(body, ("id", 1, "m"), turn_of(transcript), None, ["Echo: "] * transcript.num_prompts)
+    return CompletionWriter(body, ("id", 1, "m"), turn_of(transcript), None, False, ["Echo: "] * transcript.num_prompts)
 
 
 def chat_writer(transcript: Transcript) -> Any:
