@@ -9,6 +9,7 @@ import re
 from collections.abc import Callable, Container, Iterable, Iterator, Sequence
 from difflib import get_close_matches
 from functools import lru_cache
+from itertools import chain
 from typing import Any
 from urllib.parse import unquote
 
@@ -255,7 +256,8 @@ class _Values:
 
         if not options or self._num_tests > MAX_TESTS or len({*map(id, options)}) < len(options):
             return False
-        text = json.dumps({"grammars": [{"json_schema": {"oneOf": [_outline(one, tags) for one in options]}}]})
+        names = [*tags, *chain.from_iterable(_list(one, "required") for one in options)]
+        text = json.dumps({"grammars": [{"json_schema": {"oneOf": [_outline(one, names, tags) for one in options]}}]})
         self._num_tests += 4 * len(text)  # as each is compared with each
         return self._num_tests <= MAX_TESTS and not llguidance.LLMatcher.validate_grammar(text)
 
@@ -326,12 +328,12 @@ def _properties(part: dict[str, Any]) -> dict[str, Any]:
     return value if isinstance(value, dict) else {}
 
 
-def _outline(part: dict[str, Any], tags: Sequence[str] = ()) -> dict[str, Any]:
-    """What tells a subschema from others: its type and constants, and those of the properties it needs, and of tags."""
-    needed = _properties(part).keys() & {*tags, *map(str, _list(part, "required"))}
-    told = {name: _outline(held) for name in needed if isinstance(held := _properties(part)[name], dict)}
+def _outline(part: dict[str, Any], names: Iterable[Any], tags: Sequence[str] = ()) -> dict[str, Any]:
+    """What tells a subschema from others: its type and constants, and those of some properties. It needs tags."""
+    found = {str(name): _properties(part).get(str(name)) for name in names}
+    told = {name: _outline(held, _list(held, "required")) for name, held in found.items() if isinstance(held, dict)}
     own = {key: part[key] for key in ("type", "const", "enum") if key in part}
-    return own | {"properties": told, "required": [*told]}
+    return own | {"properties": told, "required": [name for name in told if name in (*_list(part, "required"), *tags)]}
 
 
 def _keys(ref: str) -> list[str]:
