@@ -76,9 +76,7 @@ class Lark:
 
     def _literal(self, text: str) -> str:
         parts = self._mark.split(text)
-        parts[::2] = map(_quoted, parts[::2])
-        parts[1::2] = (f"<[{self.tokens[mark]}]>" for mark in parts[1::2])
-        return " ".join(filter(None, parts))
+        return " ".join(f"<[{self.tokens[part]}]>" if n % 2 else _quoted(part) for n, part in enumerate(parts) if part)
 
 
 def _quoted(text: str) -> str:

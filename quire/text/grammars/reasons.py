@@ -55,8 +55,7 @@ def reason_of(error: str, params: StructuredOutputsParams) -> str:
             where, error = place(text, _broken_json(text)), re.sub(r" at line \d+ column \d+", "", error)
     elif params.kind == "regex" and (wrong := _REGEX.search(error)):
         where, error = place(text, _place_in_regex(text, len(wrong[2]) - 4)), wrong[3]
-    said = _said(error, params)
-    said = f"{where}: {said}" if where else said
+    said = ": ".join(filter(None, [where, _said(error, params)]))
     return said if len(said) <= _LONGEST else said[: _LONGEST - 3] + "..."
 
 

@@ -48,7 +48,7 @@ _NOTES = frozenset(
 )
 _KNOWN = _HELD | _UNSUPPORTED | _NOTES
 # Those that llguidance knows for such; any other beside a $ref stands for something more that is to be held.
-_LEFT = _HELD | {"title", "description", "default"}
+_LEFT = _HELD | _UNSUPPORTED | {"title", "description", "default"}
 # What else people write for them.
 _MEANT = {"min": "minimum", "max": "maximum", "minlen": "minLength", "maxlen": "maxLength", "minsize": "minItems",
           "maxsize": "maxItems", "property": "properties", "regex": "pattern", "values": "enum", "choices": "enum",
@@ -133,8 +133,15 @@ def narrowed(schema: Any, strict: bool = False, everywhere: bool = False) -> Any
     values = _Values(schema)
     parts = values.reached([schema])
     pointers = {key for part in parts.values() for key in _keys(str(part.get("$ref")))}
+    options = values.options(parts.values())
+    inner = values.options(part for key, part in parts.items() if key in options)
     for part in parts.values():
-        values.simplify(part, pointers)
+        values.settle(part, pointers, inner)
+    # Beside a word that it doesn't know, llguidance looks behind a $ref: a oneOf may need that; what leads back can't.
+    is_any = not any("oneOf" in part for part in parts.values())
+    for part in parts.values():
+        for key in [key for key in part if (is_any and key not in _LEFT | pointers) or (key, part[key]) in _EMPTY]:
+            del part[key]
     shared = values.reached(filter(_is_shared, parts.values()))
     for key, part in parts.items():
         is_object = part.get("type") == "object" or "properties" in part
@@ -229,20 +236,30 @@ class _Values:
                 todo += [self._target(ref)] if isinstance(ref := part.get("$ref"), str) else []
         return found
 
-    def simplify(self, part: dict[str, Any], pointers: set[str]) -> None:
-        """Make an anyOf of a oneOf whose options exclude each other, and leave out what says nothing.
+    def options(self, parts: Iterable[dict[str, Any]]) -> set[int]:
+        """The ids of what is an option of these parts' oneOf, or speaks of the same value for one."""
+        found, todo = set[int](), [one for part in parts for one in _list(part, "oneOf")]
+        while todo:
+            part = todo.pop()
+            if isinstance(part, dict) and id(part) not in found:
+                found.add(id(part))
+                todo += _list(part, "anyOf") + _list(part, "oneOf") + _list(part, "allOf")
+                todo += [self._target(ref)] if isinstance(ref := part.get("$ref"), str) else []
+        return found
 
-        Args:
-            pointers: what references lead through stays.
+    def settle(self, part: dict[str, Any], pointers: set[str], inner: set[int]) -> None:
+        """Make an anyOf of a oneOf whose options exclude each other, unless `pointers` of references lead through.
+
+        A discriminator's property is needed, but by options of an `inner` oneOf: what they exclude others may take.
         """
         options, said = [self._option(one) for one in _list(part, "oneOf")], part.get("discriminator")
-        tags = [str(said["propertyName"])] if options and isinstance(said, dict) and "propertyName" in said else []
+        is_free = bool(options) and inner.isdisjoint(map(id, options))
+        tags = [str(said["propertyName"])] if is_free and isinstance(said, dict) and "propertyName" in said else []
         is_any = not ({"anyOf"} & part.keys() or {"oneOf"} & pointers) and self._exclude_each_other(options, tags)
         for one in (options if is_any else [part]) if tags else ():
             one["required"] = _list(one, "required") + tags
-        kept = {"anyOf" if is_any and key == "oneOf" else key: part[key] for key in part if key in _LEFT | pointers}
-        part.clear()
-        part.update(kept)
+        if is_any:
+            part["anyOf"] = part.pop("oneOf")
 
     def _option(self, option: Any) -> dict[str, Any]:
         """What it refers to, if it does nothing else; true, too, as what has no keyword."""

@@ -305,6 +305,15 @@ def test_words_beside_a_reference_that_leads_back(compiler: Compiler, word: str)
     assert not accepts(compiler, params, '{"n": {"b": 1}}')
 
 
+def test_what_only_references_lead_to_is_not_left_out(compiler: Compiler) -> None:
+    for word, value in (("uniqueItems", True), ("propertyNames", {"maxLength": 3})):
+        schema = {"$ref": "#/x/N", "x": {"N": {"type": ["array", "object"], word: value}}}
+        with pytest.raises(InvalidRequestError, match=word):
+            compiler.compile(StructuredOutputsParams(json=schema))
+    schema = {"oneOf": [{"type": "array", "uniqueItems": False}, {"minimum": 3, "type": "integer"}]}
+    assert accepts(compiler, StructuredOutputsParams(json=schema), "[1, 1]")
+
+
 def test_objects_in_structural_tags_are_closed(compiler: Compiler) -> None:
     content = {"type": "json_schema", "json_schema": X}
     form = {"type": "tag", "begin": "<x>", "content": content, "end": "</x>"}
