@@ -271,9 +271,10 @@ class _Values:
         """Whether llguidance sees that no value satisfies two of them; behind a reference it would not look."""
         import llguidance
 
+        names = {str(name): None for name in chain(tags, *(_list(one, "required") for one in options))}
+        self._num_tests += len(names) * len(options)
         if not options or self._num_tests > MAX_TESTS or len({*map(id, options)}) < len(options):
             return False
-        names = [*tags, *chain.from_iterable(_list(one, "required") for one in options)]
         text = json.dumps({"grammars": [{"json_schema": {"oneOf": [_outline(one, names, tags) for one in options]}}]})
         self._num_tests += 4 * len(text)  # as each is compared with each
         return self._num_tests <= MAX_TESTS and not llguidance.LLMatcher.validate_grammar(text)
